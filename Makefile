@@ -1,0 +1,46 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.neartie-stamp
+# More words for pip, such as an index that holds the CPU build of torch.
+PIP_ARGS ?=
+# The seven rows that the README shows; any of conf/variant/ can be named instead.
+VARIANTS ?= f32,f64_islands,device_kda,incremental_chunk,bf16_stream,transformers_mirror,oracle
+GOLDEN ?= gate
+
+.DEFAULT_GOAL := help
+.PHONY: help venv gate test test-slow lint format clean
+
+help: ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+venv: $(STAMP) ## Set-up: .venv with the pinned versions (make venv PYTHON=python3.12 PIP_ARGS=...)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "neartie needs Python 3.11 or later; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[transformers,dev]"
+	@touch $@
+
+gate: $(STAMP) ## Seven variants against the recorded vLLM tokens, one table
+	$(BIN)/neartie gate -m variant=$(VARIANTS) golden=$(GOLDEN)
+
+test: $(STAMP) ## Lint, types and the default tests
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP) ## The slow tier
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP) ## ruff (lint and format) and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP) ## Put imports and layout in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the environment and what tools left; the ledger stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,130 @@
+"""From the words of a command line to a Config: Hydra composes, the errors are ours, and OmegaConf stays in here."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from harness.config import Config, EngineKind
+from harness.overrides import check_words, one_line, parse
+from variants.axes import SiteOverride, Variant
+from variants.errors import UsageError
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+C = TypeVar("C", bound=Config)
+
+
+def load(words: Sequence[str] = (), *, root: type[C] = Config) -> C:
+    """One run's Config from Hydra override words; raises UsageError, in one line, for any word that cannot be.
+
+    root: the command's own Config where it has settings of its own.
+    """
+    overrides = _model_folder(parse(words))
+    defaults = schema(root)
+    check_words(overrides, defaults, groups())
+    ConfigStore.instance().store(name="schema", node=defaults)
+    lines = [str(o.input_line) for o in overrides]
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = compose("config", overrides=lines, return_hydra_config=True)
+        choice = str(composed.hydra.runtime.choices["variant"])
+        config = _to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(one_line(error)) from error
+    _refuse_unread(config, overrides)
+    return dataclasses.replace(config, label=_label(config, choice, overrides))
+
+
+def named_variant(name: str) -> Variant:
+    """The variant of conf/variant/NAME.yaml."""
+    return load([f"variant={name}"]).variant
+
+
+def groups() -> dict[str, tuple[str, ...]]:
+    """The groups of conf/ and the choices of each, in alphabetical order."""
+    folders = sorted(p for p in CONF.iterdir() if p.is_dir() and not p.name.startswith("_"))
+    return {folder.name: tuple(sorted(p.stem for p in folder.glob("*.yaml"))) for folder in folders}
+
+
+def choice_summary(group: str, name: str) -> str:
+    """The first line of a choice's file: a comment that says what it is."""
+    first = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    return first.removeprefix("#").strip()
+
+
+def schema(node: type | DictConfig) -> DictConfig:
+    """A Hydra schema of frozen dataclasses, open to YAML.
+
+    OmegaConf marks each frozen dataclass read-only, which would block the merge, and does so again for each value of
+    a dict of them as it is added: such a dict is left untyped here and typed in `_to_object`.
+    """
+    config = OmegaConf.structured(node) if isinstance(node, type) else node
+    OmegaConf.set_readonly(config, None)
+    for key in list(config):
+        child = None if OmegaConf.is_missing(config, key) else config._get_node(key)
+        if not isinstance(child, DictConfig):
+            continue
+        if dataclasses.is_dataclass(child._metadata.element_type):
+            child._metadata.element_type = Any
+        else:
+            schema(child)
+    return config
+
+
+def _to_object(composed: DictConfig) -> Any:
+    OmegaConf.set_struct(composed, False)
+    sites = {str(site): _site_override(node) for site, node in composed.variant.override.items()}
+    composed.variant.override = {}
+    del composed["hydra"]
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    variant = dataclasses.replace(config.variant, override=sites)
+    return dataclasses.replace(config, variant=variant)
+
+
+def _site_override(node: DictConfig) -> SiteOverride:
+    rule = OmegaConf.to_object(OmegaConf.merge(schema(SiteOverride), node))
+    assert isinstance(rule, SiteOverride)
+    return dataclasses.replace(rule, layers=tuple(rule.layers))
+
+
+def _model_folder(overrides: list[Override]) -> list[Override]:
+    """model=/a/folder is short for model=folder model.path=/a/folder."""
+    out: list[Override] = []
+    for o in overrides:
+        value = str(o.value()) if o.key_or_group == "model" and not o.is_sweep_override() else ""
+        folder = value not in groups()["model"] and ("/" in value or Path(value).is_dir()) and value != ""
+        out += parse(["model=folder", f"model.path={quote(value)}"]) if folder else [o]
+    return out
+
+
+def quote(value: str) -> str:
+    """A value as a word of Hydra's grammar that nothing in it can break: comma, slash, equals sign, space."""
+    escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value)
+    return "'" + escaped.replace("'", "\\'") + "'"
+
+
+def _refuse_unread(config: Config, overrides: Sequence[Override]) -> None:
+    """A variant is read by the local engine alone, and no device is used to replay files."""
+    unread = {EngineKind.local: (), EngineKind.transformers: ("variant",), EngineKind.replay: ("variant", "device")}
+    kind = config.engine.kind
+    for o in overrides:
+        group = str(o.key_or_group).split(".")[0]
+        if group in unread[kind]:
+            raise UsageError(f"{o.input_line} has no effect with engine={kind.name}; leave it out, or use engine=local")
+
+
+def _label(config: Config, choice: str, overrides: Sequence[Override]) -> str:
+    if config.engine.kind is not EngineKind.local:
+        return config.engine.label
+    changes = [str(o.input_line).lstrip("+~") for o in overrides if str(o.key_or_group).startswith("variant.")]
+    return "+".join([choice, *(c.removeprefix("variant.") for c in changes)])

@@ -1,0 +1,131 @@
+"""The configuration of a run, typed and frozen; `harness.compose` fills it from conf/ and the command line.
+
+A setting with no effect is refused, so that a record never holds one.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from variants.axes import Variant
+from variants.errors import UsageError
+
+
+class EngineKind(Enum):
+    """A variant in this process, the transformers library in this process, or a folder of tokens."""
+
+    local = "local"
+    transformers = "transformers"
+    replay = "replay"
+
+
+class EngineDtype(Enum):
+    """The dtype that a library loads the weights in."""
+
+    f64 = "float64"
+    f32 = "float32"
+    bf16 = "bfloat16"
+    f16 = "float16"
+
+
+class Attention(Enum):
+    """The attention that a library is asked for."""
+
+    eager = "eager"
+    sdpa = "sdpa"
+
+
+class DeviceKind(Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A checkpoint: a folder, or a bare name under assets/; `sha256` is of the weights' bytes and is then required."""
+
+    path: str = MISSING
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice:
+    """Which engine answers; `dtype` and `attention` are of transformers, `folder` is of replay."""
+
+    kind: EngineKind = EngineKind.local
+    dtype: EngineDtype = EngineDtype.f32
+    attention: Attention = Attention.eager
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        library = self.kind is EngineKind.transformers
+        _refuse(self.dtype is not EngineDtype.f32 and not library, "engine.dtype", "only engine=transformers reads it")
+        _refuse(self.attention is not Attention.eager and not library, "engine.attention", "only transformers reads it")
+        replay = self.kind is EngineKind.replay
+        _refuse(bool(self.folder) and not replay, "engine.folder", "only engine=replay reads it")
+        if replay and not self.folder:
+            raise UsageError("engine=replay needs engine.folder=DIR, the folder that holds the tokens")
+
+    @property
+    def label(self) -> str:
+        """What tells this engine's rows apart, for an engine whose arithmetic no variant names."""
+        if self.kind is EngineKind.replay:
+            return f"replay_{Path(self.folder or '').name}"
+        return f"{self.kind.name}_{self.dtype.name}_{self.attention.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceChoice:
+    """Where a run happens; `threads` is torch's intra-op threads on the host, 0 for what torch chooses."""
+
+    kind: DeviceKind = DeviceKind.cpu
+    index: int = 0
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        _refuse(self.index != 0 and self.kind is DeviceKind.cpu, f"device.index={self.index}", "the cpu has no index")
+        _refuse(self.index < 0, f"device.index={self.index}", "it must be 0 or more")
+        _refuse(self.threads < 0, f"device.threads={self.threads}", "it must be 0 (torch chooses) or more")
+
+    @property
+    def torch_name(self) -> str:
+        """The name that torch.device takes: `cpu` or `cuda:1`."""
+        return self.kind.value if self.kind is DeviceKind.cpu else f"cuda:{self.index}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What every command is given.
+
+    golden: a name under assets/goldens/ or a path. limit: score the first so many prompts, 0 for all. max_tokens:
+    score the first so many tokens of each prompt, 0 for all. require: None to report, else `bar`, `strict`, `exact`
+    or the number of tokens that must agree. results: the folder that holds the ledger. label: the variant's name and
+    what was changed of it, filled in by `compose.load`.
+    """
+
+    model: ModelSource = field(default_factory=ModelSource)
+    golden: str = "gate"
+    engine: EngineChoice = field(default_factory=EngineChoice)
+    variant: Variant = field(default_factory=Variant)
+    device: DeviceChoice = field(default_factory=DeviceChoice)
+    seed: int = 0
+    limit: int = 0
+    max_tokens: int = 0
+    require: str | None = None
+    results: str = "results"
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "limit", "max_tokens"):
+            value = getattr(self, name)
+            _refuse(value < 0, f"{name}={value}", "it must be 0 or more")
+        words = ("bar", "strict", "exact")
+        if self.require is not None and self.require not in words and not self.require.isdigit():
+            raise UsageError(f"require={self.require}: expected one of {', '.join(words)}, or a number of tokens")
+
+
+def _refuse(bad: bool, setting: str, why: str) -> None:
+    if bad:
+        raise UsageError(f"{setting} has no effect or cannot be: {why}")
