@@ -128,3 +128,15 @@ def _label(config: Config, choice: str, overrides: Sequence[Override]) -> str:
         return config.engine.label
     changes = [str(o.input_line).lstrip("+~") for o in overrides if str(o.key_or_group).startswith("variant.")]
     return "+".join([choice, *(c.removeprefix("variant.") for c in changes)])
+
+
+def as_yaml(config: Config) -> str:
+    """A Config as YAML, Enums by name."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def as_plain(config: Config) -> dict[str, object]:
+    """A Config as JSON-plain data, Enums by name."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}

@@ -3,7 +3,7 @@
 A setting with no effect is refused, so that a record never holds one.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 
@@ -24,7 +24,6 @@ class EngineKind(Enum):
 class EngineDtype(Enum):
     """The dtype that a library loads the weights in."""
 
-    f64 = "float64"
     f32 = "float32"
     bf16 = "bfloat16"
     f16 = "float16"
@@ -35,6 +34,13 @@ class Attention(Enum):
 
     eager = "eager"
     sdpa = "sdpa"
+
+
+class Experts(Enum):
+    """How a library sums the experts of a token: grouped, rounded once, or one by one, rounded after each."""
+
+    grouped_mm = "grouped_mm"
+    eager = "eager"
 
 
 class DeviceKind(Enum):
@@ -52,19 +58,20 @@ class ModelSource:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
-    """Which engine answers; `dtype` and `attention` are of transformers, `folder` is of replay."""
+    """Which engine answers; `dtype`, `attention` and `experts` are of transformers, `folder` is of replay."""
 
     kind: EngineKind = EngineKind.local
     dtype: EngineDtype = EngineDtype.f32
     attention: Attention = Attention.eager
+    experts: Experts = Experts.grouped_mm
     folder: str | None = None
 
     def __post_init__(self) -> None:
-        library = self.kind is EngineKind.transformers
-        _refuse(self.dtype is not EngineDtype.f32 and not library, "engine.dtype", "only engine=transformers reads it")
-        _refuse(self.attention is not Attention.eager and not library, "engine.attention", "only transformers reads it")
-        replay = self.kind is EngineKind.replay
-        _refuse(bool(self.folder) and not replay, "engine.folder", "only engine=replay reads it")
+        library, replay = self.kind is EngineKind.transformers, self.kind is EngineKind.replay
+        for f in fields(self):
+            wanted = library if f.name in ("dtype", "attention", "experts") else replay or f.name == "kind"
+            changed = getattr(self, f.name) != f.default
+            _refuse(changed and not wanted, f"engine.{f.name}", f"engine={self.kind.name} does not read it")
         if replay and not self.folder:
             raise UsageError("engine=replay needs engine.folder=DIR, the folder that holds the tokens")
 
@@ -73,7 +80,8 @@ class EngineChoice:
         """What tells this engine's rows apart, for an engine whose arithmetic no variant names."""
         if self.kind is EngineKind.replay:
             return f"replay_{Path(self.folder or '').name}"
-        return f"{self.kind.name}_{self.dtype.name}_{self.attention.name}"
+        label = f"{self.kind.name}_{self.dtype.name}_{self.attention.name}"
+        return label if self.experts is Experts.grouped_mm else f"{label}_experts_{self.experts.name}"
 
 
 @dataclass(frozen=True, kw_only=True)

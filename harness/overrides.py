@@ -1,14 +1,14 @@
 """Override words: parsed by Hydra's grammar, checked against the schema, and refused in one line that helps."""
 
-import difflib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
+from harness.nearest import did_you_mean
 from variants.errors import UsageError
 
 Groups = Mapping[str, Sequence[str]]
@@ -50,12 +50,6 @@ def check_words(overrides: Sequence[Override], defaults: DictConfig, groups: Gro
             raise UsageError(f"{word}: runs have no Hydra settings here; results=DIR says where the ledger is")
         elif key not in keys and not key.startswith("variant.override."):
             raise UsageError(f"no setting {key!r}{did_you_mean(key, keys)}; `neartie explain --config` lists them")
-
-
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest of the names, or nothing."""
-    near = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def one_line(error: BaseException) -> str:

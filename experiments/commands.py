@@ -1,0 +1,130 @@
+"""The table of subcommands; it imports nothing heavy, so that help and a misspelt word cost no time.
+
+A command is a module with `run(config, flags) -> int`, the exit code of one job. It may also have `report(flags)`,
+called once after all jobs with what `run` appended to `flags.results`, and `Settings`, its own subclass of Config.
+"""
+
+import importlib.util
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A word that begins with `--`; `value` names its value if it takes one, `default` is that if it is left out."""
+
+    name: str
+    help: str
+    value: str = ""
+    default: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One subcommand; `actions` are its second words, each with the names of the words that follow it."""
+
+    name: str
+    summary: str
+    module: str
+    usage: str
+    text: str
+    example: str
+    flags: tuple[Flag, ...] = ()
+    actions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def exists(self) -> bool:
+        """Whether its module is there; a command without one is not shown and cannot be run."""
+        return importlib.util.find_spec(self.module) is not None
+
+
+JSON = Flag(name="json", help="one JSON document on stdout; errors too")
+CONFIG = Flag(name="config", help="print the settings of the run instead of running")
+HELP = Flag(name="help", help="this text")
+EVERYWHERE = (JSON, CONFIG, HELP)
+
+REQUIRE = Flag(
+    name="require",
+    value="bar|strict|exact|N",
+    default="bar",
+    help="exit 1 unless met: the golden's own bar (default), a STRICT\n"
+    "bar, run 0 in every token, or N tokens in agreement",
+)
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="gate",
+        summary="run variants against golden tokens: agreement, divergence, speed",
+        module="experiments.gate",
+        usage="neartie gate [-m] [variant=V] [golden=G] [model=DIR] [engine=E] ...",
+        text=(
+            "variant=V  a named variant (`neartie variants`); variant.gemm=f32 changes it\n"
+            "golden=G   gate, wide, or a path\n"
+            "model=DIR  a checkpoint folder; left out, the shipped one\n"
+            "engine=E   local, transformers (engine.dtype=bf16), replay (engine.folder=DIR)\n"
+            "limit=N  max_tokens=N  only the first prompts, the first tokens of each\n"
+            "A row below the bar is a result and exits 0, unless --require asks for more."
+        ),
+        example="neartie gate -m variant=f32,bf16_stream golden=gate --require=100",
+        flags=(REQUIRE,),
+    ),
+    Command(
+        name="explain",
+        summary="what a variant computes at each site; how two variants differ",
+        module="experiments.explain",
+        usage="neartie explain variant=A [against=B] [model=DIR]",
+        text="One row a site: formats of operands, sum and result, algorithm, implementation.\n"
+        "With against=B only the rows in which A and B differ.",
+        example="neartie explain variant=bf16_stream against=incremental_chunk",
+    ),
+    Command(
+        name="golden",
+        summary="show, import, export or verify golden tokens",
+        module="experiments.golden",
+        usage="neartie golden ACTION ...",
+        text=(
+            "show G             sizes, bar, ties, sampling, provenance\n"
+            "verify G           every contradiction in it; exit 3 if there is one\n"
+            "import FOLDER OUT  greedy_ids.npy, p0_prompt.i32, ... to OUT.json, OUT.npz\n"
+            "export G FOLDER    the other way round\n"
+            "G is gate, wide, or a path. Without an action: the shipped goldens."
+        ),
+        example="neartie golden import captures/run7 goldens/run7",
+        actions={"list": (), "show": ("G",), "verify": ("G",), "import": ("FOLDER", "OUT"), "export": ("G", "FOLDER")},
+    ),
+    Command(
+        name="ledger",
+        summary="list, show, compare or export the runs on record",
+        module="experiments.ledger",
+        usage="neartie ledger [ACTION ...] [results=DIR]",
+        text=(
+            "list         one line a run, oldest first; also without an action\n"
+            "show RUN     the whole record; RUN is a run id or the start of one\n"
+            "diff RUN RUN what differs; refused where the two cannot be compared\n"
+            "export FILE  every row, flat, to FILE.csv or FILE.parquet"
+        ),
+        example="neartie ledger list --published",
+        flags=(Flag(name="published", help="the campaign's published rows too"),),
+        actions={"list": (), "show": ("RUN",), "diff": ("RUN", "RUN"), "export": ("FILE",)},
+    ),
+    Command(
+        name="variants",
+        summary="the named variants, a line each",
+        module="experiments.named",
+        usage="neartie variants",
+        text="`neartie explain variant=V` shows one in full; conf/variant/ holds the files.",
+        example="neartie variants",
+    ),
+    Command(
+        name="doctor",
+        summary="what is installed, which devices there are, whether the assets are whole",
+        module="experiments.doctor",
+        usage="neartie doctor",
+        text="Exit code 4 when something that every run needs is missing.",
+        example="neartie doctor --json",
+    ),
+)
+
+
+def available() -> dict[str, Command]:
+    """The commands whose module is there, by name."""
+    return {c.name: c for c in COMMANDS if c.exists}

@@ -1,0 +1,84 @@
+"""`neartie doctor`: what is installed, which devices there are, whether the shipped files are whole."""
+
+import importlib.util
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from experiments.words import Flags
+from harness.config import Config
+from harness.engines.assets import checkpoint_folder
+from harness.golden import golden_names, verify_golden
+from harness.text_table import text_table
+from variants.checkpoint import load_checkpoint
+from variants.errors import DeviceError, InputError
+
+NEEDED = ("torch", "numpy", "hydra-core", "omegaconf", "pandas", "pyarrow", "safetensors")
+OPTIONAL = ("transformers", "triton", "matplotlib", "pytest", "ruff", "pyright")
+
+
+def run(config: Config, flags: Flags) -> int:
+    """Print each finding; 4 where a package or the results folder cannot be used, 3 where a shipped file is broken."""
+    findings = [*_packages(), *_devices(), _results(Path(config.results)), *_assets(config)]
+    if flags.json:
+        print(json.dumps([dict(zip(("what", "found", "exit_code"), f, strict=True)) for f in findings]))
+    else:
+        print(
+            text_table(
+                ("what", "found", ""),
+                [[what, found, "" if not code else "NOT USABLE"] for what, found, code in findings],
+            )
+        )
+    return max(code for _, _, code in findings)
+
+
+Finding = tuple[str, str, int]
+
+
+def _packages() -> list[Finding]:
+    findings = [("python", platform.python_version(), 0)]
+    for name in (*NEEDED, *OPTIONAL):
+        try:
+            findings.append((name, version(name), 0))
+        except PackageNotFoundError:
+            findings.append((name, "not installed", DeviceError.exit_code if name in NEEDED else 0))
+    if importlib.util.find_spec("fla"):
+        findings.append(("fla", "installed; transformers on the cpu cannot run beside it and is kept from it", 0))
+    return findings
+
+
+def _devices() -> list[Finding]:
+    import torch
+
+    cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    threads = (
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads, {torch.backends.cpu.get_cpu_capability()}"
+    )
+    return [("cpu", threads, 0), *((f"cuda:{i}", name, 0) for i, name in enumerate(cuda)), ("cuda", str(len(cuda)), 0)]
+
+
+def _results(folder: Path) -> Finding:
+    place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    usable = place.is_dir() and os.access(place, os.W_OK)
+    return "results", f"{folder}{'' if usable else ' cannot be written'}", 0 if usable else DeviceError.exit_code
+
+
+def _assets(config: Config) -> list[Finding]:
+    try:
+        loaded = load_checkpoint(checkpoint_folder(config.model.path), expect_sha256=config.model.sha256)
+        findings = [("model", f"{config.model.path} {loaded.sha256[:12]}", 0)]
+    except InputError as error:
+        findings = [("model", str(error), error.exit_code)]
+    for name in golden_names():
+        problems = verify_golden(name)
+        findings.append((f"golden {name}", "; ".join(problems) or "sound", InputError.exit_code if problems else 0))
+    return findings
+
+
+if __name__ == "__main__":
+    from experiments.cli import main
+
+    sys.exit(main(["doctor", *sys.argv[1:]]))

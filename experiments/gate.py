@@ -1,0 +1,142 @@
+"""`neartie gate`: one job is one engine or variant against one golden, one row in the ledger, one line in a table."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.words import Flags
+from harness import strict_json
+from harness.compose import as_plain
+from harness.config import Config, EngineKind
+from harness.engines import make_engine
+from harness.engines.assets import checkpoint_folder
+from harness.engines.replay import ReplayEngine
+from harness.gate import GateResult, check_requirement, part_of, run_gate
+from harness.golden import Golden, load_golden
+from harness.ledger import Ledger, Run
+from harness.ledger_read import read_row
+from harness.numerics import check_device, policy
+from harness.provenance import environment
+from harness.report import gate_table, text
+from harness.text_table import text_table
+from harness.token_text import token_text
+from variants.checkpoint import load_config
+from variants.errors import EngineError
+from variants.recipe import resolve
+
+BAR_NOT_MET = 1
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A job as `report` needs it: its row is on record when it has ended, its result there when it succeeded."""
+
+    row: Run
+    result: GateResult | None = None
+
+
+def run(config: Config, flags: Flags) -> int:
+    """Run one gate and put its row on record, whatever comes of it; 1 where a requirement is not met."""
+    with Ledger(Path(config.results) / "ledger").begin(_announced(config)) as row:
+        job = Job(row=row)
+        flags.results.append(job)
+        check_device(config.device)
+        with policy(config.device, tf32=config.variant.tf32):
+            job.result = _gate(config, row)
+        row.finish(job.result.record())
+    if flags.many and not flags.json:
+        print(f"{config.label}: {job.result.agreement.matched}/{job.result.agreement.total}", file=sys.stderr)
+    if job.result.agreement.non_finite:
+        return EngineError.exit_code
+    return 0 if job.result.met else BAR_NOT_MET
+
+
+def report(flags: Flags) -> None:
+    """One table of all jobs; a single job also lists every prompt that diverges."""
+    rows = [read_row(job.row.path) for job in flags.results]
+    if flags.json:
+        print(strict_json.dumps(rows if flags.many else rows[0]).decode())
+        return
+    print("\n".join(line.rstrip() for line in text(gate_table(rows)).splitlines()))
+    results: list[GateResult] = [job.result for job in flags.results if job.result is not None]
+    for result in results:
+        lines = [*result.notes, *([] if flags.many else _details(result))]
+        if lines:
+            print("\n".join(["", *lines]))
+
+
+def _gate(config: Config, row: Run) -> GateResult:
+    row.add({"environment": environment(device=config.device.torch_name)})
+    golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
+    row.add({"golden_hash": golden.hash, "battery_hash": golden.battery_hash, "bar": golden.bar.name})
+    check_requirement(golden, config.require)
+    if config.engine.kind is EngineKind.replay:
+        return _replayed(config, golden)
+    folder = checkpoint_folder(config.model.path)
+    model = load_config(folder)
+    if config.engine.kind is EngineKind.local:
+        recipe = resolve(config.variant, model)
+        row.add({"variant_hash": recipe.hash, "recipe": {"declared": recipe.as_dict()}})
+    engine = make_engine(config)
+    row.add({"model_hash": engine.info.model_sha256})
+    return run_gate(
+        golden, engine, require=config.require, vocab_size=model.vocab_size, text=_texts(folder / "tokenizer.json")
+    )
+
+
+def _replayed(config: Config, golden: Golden) -> GateResult:
+    engine = make_engine(config)
+    assert isinstance(engine, ReplayEngine)
+    prompts = engine.prompts[: len(golden.prompts)]
+    return run_gate(golden, engine, require=config.require, prompts=prompts)
+
+
+def _texts(tokenizer: Path) -> Callable[[int], str | None] | None:
+    return token_text(tokenizer) if tokenizer.is_file() else None
+
+
+def _announced(config: Config) -> dict[str, object]:
+    """What a row says before its run; settings that this engine does not read, and where the row lies, are not in it."""
+    unread = {EngineKind.local: (), EngineKind.transformers: ("variant",), EngineKind.replay: ("variant", "model")}
+    left_out = ("results", *unread[config.engine.kind])
+    return {
+        "experiment": "gate",
+        "engine": config.engine.kind.name,
+        "variant": config.label,
+        "golden": config.golden,
+        "model": None if "model" in left_out else config.model.path,
+        "seeds": {"seed": config.seed},
+        "detail": {"config": {k: v for k, v in as_plain(config).items() if k not in left_out}},
+    }
+
+
+PROMPT = ("prompt", "agree", "prefix", "at", "golden", "candidate", "golden's gap", "own gap", "margin")
+
+
+def _details(result: GateResult) -> list[str]:
+    """Every prompt of one run: agreement, prefix, the first divergence with ids, texts and gaps in nats."""
+    rows: list[list[object]] = []
+    for p in result.agreement.per_prompt:
+        d = p.divergence
+        if d is None:
+            rows.append([p.prompt, f"{p.matched}/{p.total}", p.prefix, *[None] * 6])
+            continue
+        said = (_token(d.golden_id, d.golden_text), _token(d.candidate_id, d.candidate_text))
+        gaps = (_nats(d.golden_gap_nats), _nats(d.candidate_gap_nats), _nats(d.golden_margin_nats))
+        rows.append([p.prompt, f"{p.matched}/{p.total}", p.prefix, d.position, *said, *gaps])
+    return [text_table(PROMPT, rows), "gaps and margin in nats"]
+
+
+def _token(token: int, said: str | None) -> str:
+    return str(token) if said is None else f"{token} {said!r}"
+
+
+def _nats(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    from experiments.cli import main
+
+    sys.exit(main(["gate", *sys.argv[1:]]))

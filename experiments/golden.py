@@ -1,0 +1,83 @@
+"""`neartie golden`: list, show, verify, import and export golden tokens."""
+
+import json
+import sys
+from collections.abc import Callable
+
+from experiments.words import Flags
+from harness.config import Config
+from harness.golden import (
+    export_golden,
+    golden_names,
+    import_folder,
+    load_golden,
+    show_golden,
+    verify_golden,
+    write_golden,
+)
+from harness.text_table import text_table
+from variants.errors import InputError
+
+Document = dict[str, object]
+
+
+def run(config: Config, flags: Flags) -> int:
+    """Do what the action says; `verify` exits 3 where a golden cannot be trusted."""
+    document, text, code = ACTIONS[flags.action](*flags.words)
+    print(json.dumps(document) if flags.json else text)
+    return code
+
+
+def _list() -> tuple[Document, str, int]:
+    shown = [show_golden(load_golden(name)) for name in golden_names()]
+    columns = ("name", "bar", "runs", "prompts", "tokens_per_prompt", "exact_ties")
+    return {"goldens": shown}, text_table(columns, [[golden[c] for c in columns] for golden in shown]), 0
+
+
+def _show(name: str) -> tuple[Document, str, int]:
+    shown = show_golden(load_golden(name))
+    return shown, "\n".join(_lines(shown)), 0
+
+
+def _lines(document: Document, indent: str = "") -> list[str]:
+    lines: list[str] = []
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{key}:", *_lines(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{key}: {value if isinstance(value, str) else json.dumps(value)}")
+    return lines
+
+
+def _verify(name: str) -> tuple[Document, str, int]:
+    problems = verify_golden(name)
+    text = "\n".join(f"{name}: {problem}" for problem in problems) or f"{name}: sound"
+    return {"golden": name, "problems": problems}, text, InputError.exit_code if problems else 0
+
+
+def _import(folder: str, out: str) -> tuple[Document, str, int]:
+    golden = write_golden(import_folder(folder), out)
+    shown = show_golden(golden)
+    k, n, t = golden.tokens.shape
+    return shown, f"{golden.path}: {n} prompts x {t} tokens, K = {k}, bar {golden.bar.name}", 0
+
+
+def _export(name: str, folder: str) -> tuple[Document, str, int]:
+    left_out = list(export_golden(load_golden(name), folder))
+    text = f"{folder}: written; this layout cannot hold {', '.join(left_out) or 'less'}"
+    return {"golden": name, "folder": folder, "left_out": left_out}, text, 0
+
+
+ACTIONS: dict[str, Callable[..., tuple[Document, str, int]]] = {
+    "list": _list,
+    "show": _show,
+    "verify": _verify,
+    "import": _import,
+    "export": _export,
+}
+
+
+if __name__ == "__main__":
+    from experiments.cli import main
+
+    sys.exit(main(["golden", *sys.argv[1:]]))

@@ -1,0 +1,62 @@
+"""How one job ended: its exit code, and in one line what went wrong, whatever it was."""
+
+import os
+import tempfile
+from datetime import UTC, datetime
+from types import TracebackType
+
+from harness.failure import one_line, traceback_text
+from variants.errors import DeviceError, NeartieError
+
+INTERNAL, INTERRUPTED = 6, 130
+OUT_OF_MEMORY = {"MemoryError", "OutOfMemoryError"}
+
+
+class Contained:
+    """A `with` block that no error leaves, unless `contain` is false: then it is told and raised on.
+
+    code: the exit code, 0 until set. message: empty, or one line. An error that is none of ours is a defect of this
+    program: its traceback goes to a file of its own under the system's temporary folder, named in the message.
+    """
+
+    def __init__(self, job: str, *, contain: bool = True) -> None:
+        self.job = job
+        self.code = 0
+        self.message = ""
+        self.kind = ""
+        self._contain = contain
+
+    def __enter__(self) -> "Contained":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or not self._contain:
+            return False
+        self.kind = type(error).__name__
+        self.code, self.message = _told(error)
+        return True
+
+    def as_dict(self) -> dict[str, object]:
+        return {"class": self.kind, "message": self.message, "exit_code": self.code}
+
+
+def _told(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, NeartieError):
+        return error.exit_code, " ".join(str(error).split())
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, BrokenPipeError):  # whoever read the output has read enough
+        return 0, ""
+    if type(error).__name__ in OUT_OF_MEMORY:
+        return DeviceError.exit_code, f"out of memory: {one_line(error)}; take fewer prompts (limit=) or another device"
+    return INTERNAL, f"internal: {one_line(error)}; traceback in {_saved(error)}"
+
+
+def _saved(error: BaseException) -> str:
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    handle, path = tempfile.mkstemp(prefix=f"neartie-{stamp}-{os.getpid()}-", suffix=".txt")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(traceback_text(error))
+    return path

@@ -1,0 +1,33 @@
+"""Help that fits a screen of 24 lines by 80 columns."""
+
+from collections.abc import Iterable
+
+from experiments.commands import EVERYWHERE, Command, Flag
+
+TOP = """neartie: is a token that differs rounding or a bug, and where?
+usage: neartie COMMAND [SETTING=VALUE ...] [-m] [--flag ...]
+{commands}
+-m runs every combination of comma-separated values; --json: JSON on stdout;
+--config: print the settings; neartie COMMAND --help: more about one.
+example: neartie gate -m variant=f32,bf16_stream golden=gate
+exit: 0 ran (and met the bar, if one was required), 1 bar not met, 2 usage,
+3 input, 4 environment or device, 5 engine, 6 internal, 130 interrupted"""
+
+
+def top(commands: Iterable[Command]) -> str:
+    """`neartie --help`."""
+    return TOP.format(commands="\n".join(f"  {c.name:<9} {c.summary}"[:79] for c in commands))
+
+
+def of(command: Command) -> str:
+    """`neartie COMMAND --help`."""
+    flags = "\n".join(_flag(f) for f in (*command.flags, *EVERYWHERE))
+    return f"{command.summary}\nusage: {command.usage}\n\n{command.text}\n\n{flags}\n\nexample: {command.example}"
+
+
+def _flag(flag: Flag) -> str:
+    value = f"[={flag.value}]" if flag.default else f"={flag.value}" if flag.value else ""
+    head = f"  --{flag.name}{value}"
+    lines = flag.help.splitlines()
+    first = [f"{head:<12}{lines[0]}"] if len(head) < 12 else [head, f"{'':<12}{lines[0]}"]
+    return "\n".join([*first, *(f"{'':<12}{line}" for line in lines[1:])])

@@ -1,0 +1,153 @@
+"""The gate: an engine's greedy tokens against a golden, checked before, timed, scored, and held to a requirement.
+
+Nothing here knows what the engine is. What cannot be compared is an error before a token is generated; rows that agree
+less than the bar are results, and only a requirement turns them into a failure.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from harness.agreement import Agreement
+from harness.engines.protocol import Engine, EngineInfo, Generation, Prompts
+from harness.golden_data import Bar, Golden
+from harness.measure import Timing, summarize
+from harness.memory import PeakMemory, peak_memory
+from harness.pregate import pregate
+from harness.score import score
+from variants.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateResult:
+    """One engine against one golden.
+
+    required: what was asked for, None for a report. met: whether that holds, True where nothing was asked for. notes:
+    what a reader must be told beside the count.
+    """
+
+    golden: Golden
+    info: EngineInfo
+    generation: Generation
+    agreement: Agreement
+    timing: Timing
+    memory: PeakMemory
+    notes: tuple[str, ...]
+    required: str | None
+    met: bool
+
+    @property
+    def verdict(self) -> dict[str, str | None]:
+        """PASS where the golden's bar is met, INVALID where logits were not finite, else None: not judged here."""
+        a = self.agreement
+        if a.non_finite:
+            prompt, step = a.non_finite[0]
+            return {"class": "INVALID", "reason": f"non-finite logits, first at prompt {prompt}, step {step}"}
+        if a.bar_met:
+            return {"class": "PASS", "reason": f"{a.matched}/{a.total}: the {a.bar.name} bar is met"}
+        if a.bar_met is None:
+            return {"class": None, "reason": "the golden has one run (K = 1), so no bar was measured"}
+        return {"class": None, "reason": f"{a.matched}/{a.total}: below the {a.bar.name} bar; not judged further"}
+
+    def record(self) -> dict[str, object]:
+        """The fields of the ledger that a gate fills, JSON-plain."""
+        timing = self.timing.record()
+        detail = {"notes": list(self.notes), "required": self.required, "met": self.met}
+        detail |= {"memory_since": self.memory.since, "tokens": self.generation.tokens.tolist()}
+        own = timing.pop("detail")
+        assert isinstance(own, dict)
+        return {
+            "status": "invalid" if self.agreement.non_finite else "ok",
+            "agreement": _fixed(self.agreement),
+            "verdict": self.verdict,
+            "peak_memory_bytes": self.memory.bytes,
+            "detail": detail | own | {"agreement": self.agreement.record()},
+            **timing,
+        }
+
+
+def _fixed(agreement: Agreement) -> dict[str, object]:
+    """The names that the schema fixes; `detail.agreement` holds the rest."""
+    record = agreement.record()
+    return {name: record[name] for name in ("matched", "total", "exact_prompts", "prompts", "first_divergence")}
+
+
+def part_of(golden: Golden, *, prompts: int = 0, tokens: int = 0) -> Golden:
+    """The first prompts of a golden and the first tokens of each, 0 for all; its bar is measured anew.
+
+    Raises UsageError when more is asked for than there is.
+    """
+    _, n, t = golden.tokens.shape
+    if prompts > n or tokens > t:
+        raise UsageError(f"golden {golden.name} has {n} prompts of {t} tokens; got limit={prompts} max_tokens={tokens}")
+    if prompts in (0, n) and tokens in (0, t):
+        return golden
+    n, t = prompts or n, tokens or t
+    top = {f: None if (a := getattr(golden, f)) is None else a[:n, :t] for f in ("top_ids", "top_logprobs")}
+    recorded = golden.recorded and replace(
+        golden.recorded,
+        **{f: getattr(golden.recorded, f)[:n, :t] for f in ("tokens", "gap_nats", "outside")},
+    )
+    return replace(
+        golden,
+        name=f"{golden.name}[:{n},:{t}]",
+        prompts=golden.prompts[:n],
+        tokens=golden.tokens[:, :n, :t],
+        texts=golden.texts and golden.texts[:n],
+        recorded=recorded,
+        **top,
+    )
+
+
+def run_gate(
+    golden: Golden,
+    engine: Engine,
+    *,
+    require: str | None = None,
+    prompts: Prompts | None = None,
+    vocab_size: int | None = None,
+    text: Callable[[int], str | None] | None = None,
+) -> GateResult:
+    """Pre-gate checks, one greedy run, its score, loops, speed and memory, and whether `require` is met.
+
+    prompts: the ids that the engine will really run, where it does not take the golden's. vocab_size: of the model,
+    where known. Raises UsageError for a requirement that the golden cannot carry, InputError for what cannot be
+    compared, EngineError where the engine fails.
+    """
+    check_requirement(golden, require)
+    before = pregate(golden, engine.info, prompts=prompts, vocab_size=vocab_size)
+    stop = golden.sampling.get("eos") == "stop"
+    with peak_memory(engine.info.device) as memory:
+        generation = engine.generate(golden.prompts, golden.tokens.shape[2], stop_at_eos=stop)
+    agreement = score(golden, generation, text=text if before.compare_text else None)
+    return GateResult(
+        golden=golden,
+        info=engine.info,
+        generation=generation,
+        agreement=agreement,
+        timing=summarize(generation),
+        memory=memory,
+        notes=(*before.notes, *agreement.messages),
+        required=require,
+        met=is_met(agreement, require),
+    )
+
+
+def check_requirement(golden: Golden, require: str | None) -> None:
+    """Raises UsageError where no candidate could meet `require`: a golden of one run has no bar to meet."""
+    if require in ("bar", "strict") and golden.bar is Bar.UNMEASURED:
+        raise UsageError(
+            f"--require={require}: golden {golden.name} has one run (K = 1), so its bar is unmeasured; capture it K "
+            "times, or ask for --require=exact or a number of tokens"
+        )
+    if require == "strict" and golden.bar is not Bar.STRICT:
+        raise UsageError(f"--require=strict: the runs of golden {golden.name} differ; ask for --require=bar")
+
+
+def is_met(agreement: Agreement, require: str | None) -> bool:
+    """Whether a score meets a requirement; `exact` is agreement with run 0 in every place counted."""
+    if require is None:
+        return True
+    if require in ("bar", "strict"):
+        return agreement.bar_met is True
+    wanted = agreement.total if require == "exact" else int(require)
+    return agreement.matched >= wanted and not agreement.non_finite
