@@ -274,6 +274,27 @@ def test_show_is_plain_json() -> None:
     assert shown["smallest_gap_nats"] == 0.03125
 
 
+def test_export_keeps_the_order_of_runs_that_differ(tmp_path: Path) -> None:
+    """The K runs of a DISTRIBUTIONAL golden come back in their order, run 0 first."""
+    golden = make([[[1, 2, -1]], [[1, 3, 4]], [[1, 2, 5]]])
+    export_golden(golden, tmp_path / "out")
+    assert equal_bits(import_folder(tmp_path / "out").tokens, golden.tokens)
+
+
+def test_padding_that_contradicts_the_length_is_refused(tmp_path: Path) -> None:
+    """A prompt is neither cut nor lengthened by a wrong prompt_len, also where the JSON holds no hash."""
+    path = write_golden(make([[[1, 2], [3, 4]]], prompts=((1, 5, 6), (1, 7))), tmp_path / "g").path
+    assert path is not None
+    described = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in described.items() if not k.endswith("hash")}))
+    with np.load(path.with_suffix(".npz")) as file:
+        arrays = dict(file)
+    for lengths in ([2, 2], [3, 3], [4, 2]):
+        np.savez(path.with_suffix(".npz"), **{**arrays, "prompt_len": np.array(lengths, np.int32)})
+        with pytest.raises(InputError, match="contradicts the -1 padding"):
+            load_golden(path)
+
+
 @needs_samples
 @pytest.mark.parametrize("name", SAMPLE_NAMES)
 def test_samples_round_trip_through_both_formats(name: str, tmp_path: Path) -> None:
@@ -432,6 +453,7 @@ def test_reblessing_keeps_the_old_golden_and_both_stamps(tmp_path: Path) -> None
     assert blessed["environment_before"] == {"torch": "2.11.0"}
     assert blessed["environment_after"] == here
     assert environment_differs(read, here) == []
+    assert "torch" not in read.provenance  # the old stamp is history, not a second opinion
     assert load_golden(tmp_path / f"g-{old.hash[:12]}.json").hash == old.hash
     again = rebless(read, np.array([[[1, 4]]]), who="bob", why="fixed", environment=here)
     assert [b["who"] for b in again.provenance["blessed"]] == ["ann", "bob"]
