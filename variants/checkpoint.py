@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from variants.checkpoint_config import load_config
-from variants.checkpoint_file import INDEX_NAME, WeightsFile, find_weights, stream_tensors
+from variants.checkpoint_file import INDEX_NAME, WeightsFile, find_weights, staging_for, stream_tensors
 from variants.checkpoint_names import EMBEDDING, HEAD, canonical_name, expected_tensors, is_float32_parameter
 from variants.errors import DeviceError, InputError
 from variants.model_config import ModelConfig
@@ -51,10 +51,10 @@ def load_checkpoint(
     config = load_config(path)
     files = find_weights(path)
     names, notes = _match_names(files, config)
-    tensors, digests = {}, {}
+    tensors, digests, staging = {}, {}, staging_for(device)
     for file in files:
         digest = hashlib.sha256()
-        for stored, tensor in stream_tensors(file, device=device, digest=digest):
+        for stored, tensor in stream_tensors(file, device=device, digest=digest, staging=staging):
             tensors[names[stored.name]] = tensor
         digests[file.path.name] = digest.hexdigest()
     notes += _tie_head(tensors, config, files)
@@ -87,7 +87,7 @@ def _match_names(files: tuple[WeightsFile, ...], config: ModelConfig) -> tuple[d
     missing = dict.fromkeys(expected)
     for file in files:
         for stored in file.tensors:
-            name = canonical_name(stored.name, config)
+            name = canonical_name(stored.name)
             if name not in expected:
                 raise InputError(f"{file.path}: unexpected tensor {stored.name}{_hint(stored.name)}")
             if name not in missing:

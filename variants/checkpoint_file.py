@@ -168,17 +168,27 @@ def _check_length(file: WeightsFile, data_bytes: int) -> None:
         )
 
 
-def stream_tensors(file: WeightsFile, *, device: torch.device, digest: Digest) -> Iterator[tuple[StoredTensor, Tensor]]:
+def staging_for(device: torch.device) -> Tensor | None:
+    """The host buffer through which bytes reach a device: one for a whole load, none where the device is the host.
+
+    A buffer for each tensor would leave holes in the heap, up to most of the model's size.
+    """
+    return None if device.type == "cpu" else torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+
+
+def stream_tensors(
+    file: WeightsFile, *, device: torch.device, digest: Digest, staging: Tensor | None
+) -> Iterator[tuple[StoredTensor, Tensor]]:
     """Yield each tensor, in file order and stored dtype, on `device`; `digest` sees the file's bytes, all and once.
 
-    Host memory grows by the tensors that the caller keeps there; for another device by one chunk of at most 16 MiB.
-    Raises InputError naming the tensor for NaN or infinite weights, and for a file that shrank meanwhile.
+    Host memory grows by the tensors that the caller keeps there. Raises InputError naming the tensor for NaN or
+    infinite weights, and for a file that shrank meanwhile.
     """
     with file.path.open("rb") as source:
         digest.update(source.read(file.data_start))
         for stored in file.tensors:
             tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
-            non_finite = _fill(tensor, source, digest=digest)
+            non_finite = _fill(tensor, source, digest=digest, staging=staging)
             if non_finite:
                 raise InputError(
                     f"{file.path}: tensor {stored.name} holds {non_finite} NaN or infinite values "
@@ -187,14 +197,11 @@ def stream_tensors(file: WeightsFile, *, device: torch.device, digest: Digest) -
             yield stored, tensor
 
 
-def _fill(tensor: Tensor, source: BufferedReader, *, digest: Digest) -> int:
+def _fill(tensor: Tensor, source: BufferedReader, *, digest: Digest, staging: Tensor | None) -> int:
     """Read a tensor's bytes from where the source stands; return how many of its values are not finite."""
-    on_host = tensor.device.type == "cpu"
-    flat, step = tensor.view(-1), _CHUNK_BYTES // tensor.dtype.itemsize
-    staging = None if on_host else torch.empty(min(step, flat.numel()), dtype=tensor.dtype)
     non_finite = 0
-    for target in flat.split(step):
-        piece = target if staging is None else staging[: target.numel()]
+    for target in tensor.view(-1).split(_CHUNK_BYTES // tensor.dtype.itemsize):
+        piece = target if staging is None else staging[: target.nbytes].view(tensor.dtype)
         raw = piece.view(torch.uint8).numpy().data
         if source.readinto(raw) != len(raw):
             raise InputError(f"{source.name}: the file shrank while it was read; fetch it again")
@@ -202,7 +209,7 @@ def _fill(tensor: Tensor, source: BufferedReader, *, digest: Digest) -> int:
         non_finite += _count_non_finite(piece)
         if staging is not None:
             target.copy_(piece)
-    if not on_host and hasattr(os, "posix_fadvise"):
+    if staging is not None and hasattr(os, "posix_fadvise"):
         # Where host and device share one memory, cached file pages would stand beside the weights.
         os.posix_fadvise(source.fileno(), 0, source.tell(), os.POSIX_FADV_DONTNEED)
     return non_finite

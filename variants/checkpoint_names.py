@@ -8,7 +8,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # Read by float32 arithmetic in the release; a lower stored dtype means that somebody rounded them.
 FLOAT32_SUFFIXES = (".self_attn.A_log", ".self_attn.dt_bias", ".gate.e_score_correction_bias")
-_DENSE_AS_MOE = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)")
+_DENSE_AS_MOE = re.compile(r"^(model\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
 
 Shape = tuple[int, ...]
 
@@ -35,16 +35,13 @@ def is_float32_parameter(name: str) -> bool:
     return name.endswith(FLOAT32_SUFFIXES)
 
 
-def canonical_name(stored: str, config: ModelConfig) -> str:
+def canonical_name(stored: str) -> str:
     """The release name of a stored tensor.
 
     transformers' save_pretrained reverses its renaming `block_sparse_moe` -> `mlp` for the dense layers too, which
-    never had the former name. A name that the model does not have comes back as it is.
+    never had the former name; an expert layer has no tensor that could be meant instead.
     """
-    match = _DENSE_AS_MOE.fullmatch(stored)
-    if match is None or int(match[1]) >= config.num_layers or config.moe_layers[int(match[1])]:
-        return stored
-    return f"model.layers.{int(match[1])}.mlp.{match[2]}"
+    return _DENSE_AS_MOE.sub(r"\1.mlp.\2", stored)
 
 
 def _kda(config: ModelConfig) -> dict[str, Shape]:

@@ -1,0 +1,203 @@
+"""A variant of our own forward as an engine: one checkpoint in memory, any number of variants over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.config import DeviceChoice
+from harness.engines.assets import checkpoint_folder
+from harness.engines.logits import ScoreTable
+from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
+from harness.numerics import check_device, policy
+from harness.observe import Observed, observe
+from variants import decode
+from variants.axes import Variant
+from variants.checkpoint import load_checkpoint
+from variants.errors import InputError, UsageError
+from variants.model import Model
+from variants.recipe import Recipe, resolve
+from variants.rounding import Probe
+from variants.weights import Casts, Patch, Weights
+
+if TYPE_CHECKING:
+    from harness.config import Config
+
+
+class LocalEngine:
+    """Runs one variant; `casts` holds the checkpoint and what was cast of it, shared between engines of a process."""
+
+    def __init__(self, casts: Casts, variant: Variant, *, name: str, device: DeviceChoice | None = None) -> None:
+        """Raises UsageError for a variant that cannot run on this model or device."""
+        self.casts, self.variant, self.name = casts, variant, name
+        self.device = device or DeviceChoice()
+        self.recipe = resolve(variant, casts.checkpoint.config)
+        if self.recipe.tf32 and casts.device == "cpu":
+            raise UsageError("variant: tf32=true has no effect on the cpu; remove it or run on cuda")
+        self._shapes: set[tuple[str, int]] = set()
+        self._model: Model | None = None
+
+    @classmethod
+    def from_config(cls, config: Config) -> LocalEngine:
+        check_device(config.device)
+        folder = str(checkpoint_folder(config.model.path))
+        casts = shared_casts(folder, config.model.sha256, config.device.torch_name)
+        return cls(casts, config.variant, name=config.label, device=config.device)
+
+    @property
+    def info(self) -> EngineInfo:
+        checkpoint = self.casts.checkpoint
+        return EngineInfo(
+            name="local",
+            version=torch.__version__,
+            device=self.casts.device,
+            dtype=self.variant.stream.name,
+            model_sha256=checkpoint.sha256,
+            tokenizer_sha256=checkpoint.tokenizer_sha256,
+            can_score=True,
+            full_logits=True,
+            precisions=("bf16", "f16", "f32", "f64"),
+            taps=True,
+            sampling={"temperature": 0.0},
+        )
+
+    def build(self, *, recipe: Recipe | None = None, probe: Probe | None = None, patch: Patch | None = None) -> Model:
+        """A model over this checkpoint: by default this variant's, else under another recipe, watched or patched."""
+        recipe = recipe or self.recipe
+        weights = Weights(self.casts, recipe.semantics, patch=patch)
+        return Model(self.casts.checkpoint.config, recipe, weights, probe=probe)
+
+    @property
+    def model(self) -> Model:
+        if self._model is None:
+            self._model = self.build()
+        return self._model
+
+    def observed(self, prompt: Sequence[int]) -> Observed:
+        """What really ran at each site, read off one short run of this variant."""
+        with policy(self.device, tf32=self.recipe.tf32):
+            return observe(self.recipe, self.casts, prompt)
+
+    def generate(self, prompts: Prompts, max_tokens: int, *, stop_at_eos: bool = False) -> Generation:
+        """Greedy tokens, lowest id on ties; rows of `execution.batch` prompts run together."""
+        rows = _Rows(self, prompts, max_tokens, self._eos(stop_at_eos))
+        with policy(self.device, tf32=self.recipe.tf32):
+            for start in range(0, len(prompts), self.recipe.execution.batch):
+                rows.run(start, self.recipe.execution.batch)
+        return rows.generation()
+
+    def score(self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20, full_logits: bool = False) -> Scored:
+        """Teacher-forced through the decode path: prompt prefilled, each token forced."""
+        table = self._table(continuations, top_k, full_logits)
+        with policy(self.device, tf32=self.recipe.tf32):
+            for start in range(0, len(prompts), self.recipe.execution.batch):
+                span = slice(start, start + self.recipe.execution.batch)
+                for t, logits in enumerate(forced_logits(self.model, prompts[span], continuations[span])):
+                    _put(table, start, t, logits, continuations)
+        return table.scored("decode")
+
+    def score_single_pass(
+        self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20, full_logits: bool = False
+    ) -> Scored:
+        """Teacher-forced in one pass over prompt and tokens: the prefill's arithmetic at every position."""
+        table = self._table(continuations, top_k, full_logits)
+        with policy(self.device, tf32=self.recipe.tf32):
+            for i, (p, c) in enumerate(zip(prompts, continuations, strict=True)):
+                for t, row in enumerate(decode.single_pass(self.model, [p], [c])[0]):
+                    table.put(i, t, _numpy(row))
+        return table.scored("single_pass")
+
+    def _table(self, continuations: Prompts, top_k: int, full: bool) -> ScoreTable:
+        vocab = self.casts.checkpoint.config.vocab_size
+        return ScoreTable(continuations, vocab, top_k=top_k, logits_dtype=np.float64 if full else None)
+
+    def _eos(self, stop: bool) -> int | None:
+        eos = self.casts.checkpoint.config.eos_token_id
+        if stop and eos is None:
+            raise InputError("the golden stops at EOS, but the checkpoint's config names no eos_token_id; add it there")
+        return eos if stop else None
+
+    def first_seen(self, batch: int) -> bool:
+        """Whether a decode step of this many rows has not run before; asking makes it seen."""
+        key = (self.casts.device, batch)
+        fresh = key not in self._shapes
+        self._shapes.add(key)
+        return fresh
+
+
+class _Rows:
+    """The arrays of a `Generation`, filled batch by batch."""
+
+    def __init__(self, engine: LocalEngine, prompts: Prompts, max_tokens: int, eos: int | None) -> None:
+        if not prompts or max_tokens < 1:
+            raise UsageError(
+                f"generate needs a prompt and a token, got {len(prompts)} prompts, max_tokens={max_tokens}"
+            )
+        self.engine, self.prompts, self.max_tokens, self.eos = engine, prompts, max_tokens, eos
+        shape = (len(prompts), max_tokens)
+        self.tokens, self.gaps = np.full(shape, -1, np.int32), np.full(shape, np.nan)
+        self.finite = np.ones(shape, bool)
+        self.prefill_s = np.zeros(len(prompts))
+        self.decode_s: list[np.ndarray] = []
+        self.first_seen: list[tuple[int, int]] = []
+
+    def run(self, start: int, batch: int) -> None:
+        rows = slice(start, start + batch)
+        prompts = self.prompts[rows]
+        done = torch.zeros(len(prompts), dtype=torch.bool)
+
+        def choose(t: int, logits: Tensor) -> Tensor | None:
+            tokens = decode.greedy(logits)
+            ids = torch.where(done, -1, tokens.cpu())
+            self.tokens[rows, t] = ids.numpy()
+            self.finite[rows, t] = decode.is_finite(logits).cpu().numpy() | done.numpy()
+            self.gaps[rows, t] = np.where(done.numpy(), np.nan, decode.gaps(logits).cpu().numpy())
+            if self.eos is not None:
+                done.logical_or_(ids == self.eos)
+            return None if bool(done.all()) else tokens
+
+        runs = decode.steps(self.engine.model, prompts, self.max_tokens, choose)
+        self.prefill_s[rows] = runs[0].seconds
+        if len(runs) > 1 and self.engine.first_seen(len(prompts)):
+            self.first_seen.append((len(self.decode_s), 0))
+        self.decode_s.append(np.array([r.seconds for r in runs[1:]]))
+
+    def generation(self) -> Generation:
+        return Generation(
+            tokens=self.tokens,
+            finite=self.finite,
+            gaps=self.gaps,
+            prefill_s=self.prefill_s,
+            prefill_tokens=np.array([len(p) for p in self.prompts]),
+            decode_s=tuple(self.decode_s),
+            batch=self.engine.recipe.execution.batch,
+            first_seen=tuple(self.first_seen),
+        )
+
+
+def forced_logits(model: Model, prompts: Prompts, continuations: Prompts) -> list[Tensor]:
+    """Logits [B, V] of every step when rows that run together are forced; rows may end at different places."""
+    forced, _ = decode.padded(continuations, model.device)
+    runs = decode.steps(model, prompts, forced.shape[1], lambda t, _: forced[:, t])
+    return [r.logits for r in runs]
+
+
+def _put(table: ScoreTable, start: int, t: int, logits: Tensor, continuations: Prompts) -> None:
+    for row, values in enumerate(_numpy(logits)):
+        if t < len(continuations[start + row]):
+            table.put(start + row, t, values)
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return x.double().cpu().numpy()
+
+
+@lru_cache(maxsize=1)
+def shared_casts(folder: str, sha256: str | None, device: str) -> Casts:
+    """The checkpoint of a folder on a device, loaded once in a process; the last one is kept."""
+    return Casts(load_checkpoint(folder, expect_sha256=sha256), device=device)

@@ -1,0 +1,85 @@
+"""What every engine offers to the gate: greedy tokens and teacher-forced logprobs.
+
+An engine is anything that can be asked for tokens: a local variant, a library in this process, a server, a folder of
+files. An engine that cannot do one of these says so in `EngineInfo` and raises `EngineError` when asked.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What an engine is and which instruments it allows."""
+
+    name: str
+    version: str
+    device: str
+    dtype: str
+    model_sha256: str | None = None
+    tokenizer_sha256: str | None = None
+    can_score: bool = True
+    full_logits: bool = False
+    precisions: tuple[str, ...] = ()
+    taps: bool = False
+    sampling: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One greedy run.
+
+    tokens: int32 [N, T], -1 after the end of a sequence. finite: bool [N, T], False where the logits that chose the
+    token held a NaN or an infinity (such a token never counts as agreement). gaps: float64 [N, T], top-1 minus top-2
+    in nats, NaN where unknown. prefill_s: [N] seconds to the first token of each prompt (or of its batch).
+    decode_s: one array a batch, seconds of each later step. prefill_tokens: [N]. batch: rows that ran together.
+    first_seen: steps (batch index, step) whose shape had not run before, kept out of the steady figures.
+    """
+
+    tokens: np.ndarray
+    finite: np.ndarray
+    gaps: np.ndarray
+    prefill_s: np.ndarray
+    prefill_tokens: np.ndarray
+    decode_s: tuple[np.ndarray, ...]
+    batch: int = 1
+    first_seen: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Teacher-forced logprobs: each position is conditioned on the prompt and the forced tokens before it.
+
+    token_logprobs: float64 [N, T], of the forced token (NaN where the engine did not return it, and past a row's end).
+    top_ids, top_logprobs: [N, T, k] in decreasing order of logprob, ties to the lower id.
+    logits: float [N, T, V] where the engine gives them all, else None. finite: bool [N, T].
+    forced: "decode" when every token went through the decode path, "single_pass" for one pass over prompt and tokens.
+    """
+
+    token_logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    finite: np.ndarray
+    forced: str
+    logits: np.ndarray | None = None
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """The calls that the harness makes; token ids in, token ids out."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def generate(self, prompts: Prompts, max_tokens: int, *, stop_at_eos: bool = False) -> Generation:
+        """Greedy tokens, lowest id on ties, for each prompt; raises EngineError when the engine fails."""
+        ...
+
+    def score(self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20) -> Scored:
+        """Teacher-forced logprobs of `continuations`, one row a prompt."""
+        ...

@@ -1,0 +1,243 @@
+"""What really ran: dtypes read off the values at every site, and the torch operations that were dispatched there.
+
+Nothing here reads a declaration to fill an observation. A dispatch mode sees each operation with the dtypes of its
+operands and the function of ours that called it; a probe sees each value as it arrives and as it leaves. Afterwards
+the two are held against the recipe, and any difference is a finding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from variants import decode
+from variants.dtypes import DType, dtype_of, narrowest_holding
+from variants.model import Model
+from variants.ops import conv, kda, linear, mla, moe, norm
+from variants.recipe import Recipe, Rule
+from variants.rounding import NoProbe, RoundAt, Step
+from variants.sites import INTEGER, rule_key
+from variants.weights import Casts, Weights
+
+FLOATS = {d.torch: d for d in DType}
+MOVES = {"_to_copy", "copy_", "cat", "stack", "view", "clone", "slice", "select", "index_put_", "zeros",
+         "empty", "new_zeros", "unsqueeze", "squeeze", "expand", "split", "split_with_sizes", "t", "transpose", "permute", "detach", "index",
+         "_unsafe_view", "as_strided", "alias", "fill_", "zero_", "full", "full_like", "new_full", "new_empty", "eye",
+         "arange", "embedding", "unbind", "gather", "masked_fill", "masked_fill_", "where", "tril", "triu",
+         "constant_pad_nd", "reshape", "scalar_tensor", "ones", "_reshape_alias", "lift_fresh"}  # fmt: skip
+OPS = {m.__name__: m for m in (conv, kda, linear, mla, moe, norm)}
+# Algorithms that only move or choose values: what leaves may be as narrow as what arrived.
+MOVING = {"copy", "operand", "gather", "top_k_lowest_id"}
+MIN_ELEMENTS = 32  # fewer values may fit a narrow format by chance
+
+
+@dataclass
+class SiteObservation:
+    """One (site, phase) over the layers: dtypes by name, the formats of the values, operations and our functions."""
+
+    arrives: set[str] = field(default_factory=set)
+    leaves: set[str] = field(default_factory=set)
+    arriving_values: set[str] = field(default_factory=set)
+    values: set[str] = field(default_factory=set)
+    arithmetic: set[str] = field(default_factory=set)
+    functions: set[str] = field(default_factory=set)
+    devices: set[str] = field(default_factory=set)
+
+    def as_dict(self) -> dict[str, list[str]]:
+        return {k: sorted(v) for k, v in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Observations keyed "site.phase@layer", and what in them contradicts the recipe."""
+
+    places: Mapping[str, SiteObservation]
+    contradictions: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Layers that observed the same are one entry: "site.phase" with the list of layers."""
+        grouped: dict[str, list[tuple[str, dict[str, list[str]]]]] = {}
+        for key, seen in self.places.items():
+            name, layer = key.split("@")
+            grouped.setdefault(name, []).append((layer, seen.as_dict()))
+        return {name: _by_layers(entries) for name, entries in grouped.items()}
+
+    @property
+    def hash(self) -> str:
+        """Equal for two arms that were seen to do the same at every site."""
+        text = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _by_layers(entries: list[tuple[str, dict[str, list[str]]]]) -> list[dict[str, object]]:
+    merged: dict[str, tuple[list[int], dict[str, list[str]]]] = {}
+    for layer, seen in entries:
+        merged.setdefault(json.dumps(seen, sort_keys=True), ([], seen))[0].append(int(layer))
+    return [{"layers": layers, **seen} for layers, seen in merged.values()]
+
+
+class _Dispatched(TorchDispatchMode):
+    """Collects (operation, dtype of its floating result) and the function of `variants.ops` that called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arithmetic: set[str] = set()
+        self.functions: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        if name not in MOVES and isinstance(first, Tensor) and first.dtype in FLOATS:
+            self.arithmetic.add(f"{name}:{FLOATS[first.dtype].name}")
+            caller = _calling_op()
+            if caller:
+                self.functions.add(caller)
+        return out
+
+    def take(self) -> tuple[set[str], set[str]]:
+        taken = self.arithmetic, self.functions
+        self.arithmetic, self.functions = set(), set()
+        return taken
+
+
+def _calling_op() -> str | None:
+    """The outermost function of variants.ops on the stack: the implementation that a layer dispatched to."""
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module in OPS and not frame.f_code.co_name.startswith("<"):
+            found = f"{module.rsplit('.', 1)[-1]}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return found
+
+
+class ObserveProbe:
+    """Sees each value before and after its rounding; operations dispatched between two belong to the later."""
+
+    def __init__(self, dispatched: _Dispatched) -> None:
+        self.dispatched, self.phase = dispatched, "prefill"
+        self.places: dict[str, SiteObservation] = {}
+
+    def begin(self, step: Step) -> None:
+        self.phase = step.phase
+        self.dispatched.take()
+
+    def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
+        def seen(x: Tensor) -> Tensor:
+            arithmetic, functions = self.dispatched.take()
+            y = x if rounding is None else rounding(x)
+            if site not in INTEGER:
+                with _disable_current_modes():  # looking at a value is not part of what ran
+                    self._record(f"{site}.{self.phase}@{layer}", x, y)
+            place = self.places.setdefault(f"{site}.{self.phase}@{layer}", SiteObservation())
+            place.arithmetic |= arithmetic
+            place.functions |= functions
+            self.dispatched.take()
+            return y
+
+        return seen
+
+    def _record(self, key: str, x: Tensor, y: Tensor) -> None:
+        place = self.places.setdefault(key, SiteObservation())
+        place.arrives.add(dtype_of(x).name)
+        place.leaves.add(dtype_of(y).name)
+        if x.numel() >= MIN_ELEMENTS and bool((x != 0).any()):
+            place.arriving_values.add(narrowest_holding(x).name)
+            place.values.add(narrowest_holding(y).name)
+        place.devices.add(y.device.type)
+
+
+def observe(recipe: Recipe, casts: Casts, prompt: Sequence[int], *, wrap: object = None) -> Observed:
+    """Run a prompt and one decoded token under watch, and hold what was seen against the recipe.
+
+    wrap: a probe to put inside the watch (tests plant lies with it).
+    """
+    dispatched = _Dispatched()
+    probe = ObserveProbe(dispatched)
+    inner = wrap or NoProbe()
+    both = _Both(probe, inner)  # pyright: ignore[reportArgumentType]
+    model = Model(casts.checkpoint.config, recipe, Weights(casts, recipe.semantics), probe=both)
+    with dispatched:
+        decode.steps(model, [list(prompt)], 2, lambda _, logits: decode.greedy(logits))
+    return Observed(probe.places, tuple(contradictions(recipe, probe.places)))
+
+
+class _Both:
+    """An inner probe's doing, seen by an outer one."""
+
+    def __init__(self, outer: ObserveProbe, inner: NoProbe) -> None:
+        self.outer, self.inner = outer, inner
+
+    def begin(self, step: Step) -> None:
+        self.inner.begin(step)
+        self.outer.begin(step)
+
+    def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
+        return self.outer.bind(site, layer, rule, self.inner.bind(site, layer, rule, rounding))
+
+
+def contradictions(recipe: Recipe, places: Mapping[str, SiteObservation]) -> list[str]:
+    """One line for each way in which what was seen is not what the recipe says."""
+    found = []
+    for key, seen in places.items():
+        name, layer = key.split("@")
+        site, phase = name.rsplit(".", 1)
+        if site in INTEGER:
+            continue
+        rule = recipe.rule(site, int(layer), phase)
+        found += [f"layer {layer} {rule_key(site, phase)}: {line}" for line in _contradicts(rule, seen)]
+    return found
+
+
+def _contradicts(rule: Rule, seen: SiteObservation) -> list[str]:
+    lines = []
+    storage = {rule.storage.name} if rule.storage else seen.arrives
+    if seen.leaves != storage:
+        lines.append(f"stored as {_list(seen.leaves)}, declared {_list(storage)}")
+    if rule.output and any(DType[v].precision > rule.output.precision for v in seen.values):
+        lines.append(f"values are {_list(seen.values)}, declared rounded to {rule.output.name}")
+    if rule.algorithm not in MOVING:
+        lines += _undeclared(rule, seen)
+    return lines
+
+
+def _undeclared(rule: Rule, seen: SiteObservation) -> list[str]:
+    """Arithmetic in another dtype than declared, or by another function, or values narrower than anything declared."""
+    lines = []
+    dtypes = {a.rsplit(":", 1)[1] for a in seen.arithmetic}
+    if dtypes and rule.accum.name not in dtypes:
+        lines.append(f"computed in {_list(dtypes)}, declared {rule.accum.name}")
+    expected = _expected_function(rule)
+    ours = {f for f in seen.functions if f.split(".")[0] == expected.split(".")[0]} if expected else set()
+    if ours and expected not in ours:
+        lines.append(f"ran {_list(ours)}, declared {expected}")
+    floor = rule.output or rule.accum
+    narrow = {v for v in seen.values if DType[v].precision < min(floor.precision, rule.accum.precision)}
+    if narrow and seen.values == narrow:
+        lines.append(f"values fit {_list(narrow)}, though {floor.name} was declared: an undeclared rounding")
+    return lines
+
+
+TABLES: tuple[Mapping[str, object], ...] = (kda.CORES, mla.CORES, linear.LINEAR, conv.CONV)
+
+
+def _expected_function(rule: Rule) -> str:
+    """Name of the function that the tables give for a rule's algorithm, "" where no table lists it."""
+    for table in TABLES:
+        code: CodeType | None = getattr(table.get(rule.algorithm), "__code__", None)
+        if code is not None:
+            module = getattr(table[rule.algorithm], "__module__", "").rsplit(".", 1)[-1]
+            return f"{module}.{code.co_name}"
+    return ""
+
+
+def _list(names: set[str]) -> str:
+    return "/".join(sorted(names)) or "nothing"

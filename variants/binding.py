@@ -1,0 +1,83 @@
+"""From a recipe to callables: what a layer's code holds instead of choices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from variants.dtypes import DType
+from variants.model_config import ModelConfig
+from variants.ops.linear import LINEAR
+from variants.recipe import Recipe, Rule
+from variants.rounding import Probe, RoundAt, pinned, round_at
+from variants.weights import Weights
+
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Binder:
+    """Binds the sites of one layer in one phase; every callable it returns is already specialised."""
+
+    config: ModelConfig
+    recipe: Recipe
+    weights: Weights
+    probe: Probe
+    layer: int
+    phase: str
+
+    def rule(self, site: str) -> Rule:
+        return self.recipe.rule(site, self.layer, self.phase)
+
+    def at(self, site: str, arrives: DType | None = None) -> RoundAt:
+        """What a site does to its value; the identity where it does nothing."""
+        bound = self.maybe(site, arrives)
+        return _same if bound is None else bound
+
+    def maybe(self, site: str, arrives: DType | None = None) -> RoundAt | None:
+        return round_at(self.recipe, self.probe, (site, self.layer), phase=self.phase, arrives=arrives)
+
+    def hooks(self, *sites: str) -> dict[str, RoundAt]:
+        """The sites inside a kernel that do something, for the kernel to call."""
+        bound = {site: self.maybe(site) for site in sites}
+        return {site: f for site, f in bound.items() if f is not None}
+
+    def parameter(self, name: str, site: str) -> Tensor:
+        """A parameter in the dtype that the site computes in."""
+        return self.weights.get(f"model.layers.{self.layer}.{name}", self.rule(site).accum)
+
+    def linear(self, site: str, name: str) -> Linear:
+        """A product with the layer's weight `name`; the operand is brought to the dtype that the product runs in."""
+        return self.product(site, self.weights.get(f"model.layers.{self.layer}.{name}.weight", self.rule(site).accum))
+
+    def product(self, site: str, weight: Tensor) -> Linear:
+        rule = self.rule(site)
+        accum, multiply, rounding = rule.accum, LINEAR[rule.algorithm], self.maybe(site, rule.accum)
+        if rounding is None:
+            return lambda x: multiply(pinned(x, accum), weight)
+        return lambda x: rounding(multiply(pinned(x, accum), weight))
+
+    def linears(self, **names: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """Several products of one operand, site=name; one fused product where the recipe fuses projections."""
+        if not self.recipe.fused_projections or len({self.rule(s).accum for s in names}) > 1:
+            each = [self.linear(site, name) for site, name in names.items()]
+            return lambda x: tuple(f(x) for f in each)
+        accum = self.rule(next(iter(names))).accum
+        full = tuple(f"model.layers.{self.layer}.{name}.weight" for name in names.values())
+        weight = self.weights.cat(full, accum)
+        sizes = [self.weights.get(n, accum).shape[0] for n in full]
+        multiply = LINEAR[self.rule(next(iter(names))).algorithm]
+        rounding = [self.maybe(site, accum) for site in names]
+
+        def fused(x: Tensor) -> tuple[Tensor, ...]:
+            parts = multiply(pinned(x, accum), weight).split(sizes, -1)
+            return tuple(p if r is None else r(p) for p, r in zip(parts, rounding, strict=True))
+
+        return fused
+
+    def on(self, layer: int) -> "Binder":
+        return replace(self, layer=layer)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

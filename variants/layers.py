@@ -1,0 +1,228 @@
+"""The attention blocks, norms and residual adds of a layer, written once; which arithmetic each line runs in was bound before.
+
+x is [B, T, D] throughout. A block is built for one layer and one phase and called with the batch and the state.
+"""
+
+import torch
+from torch import Tensor
+
+from variants.binding import Binder
+from variants.ops import kda, mla
+from variants.ops.conv import CONV, next_state
+from variants.ops.norm import SIGMOID, SILU, gated_rms_norm, rms_norm
+from variants.rounding import pinned
+from variants.sites import CHUNK_SITES
+from variants.state import Batch, State, append, put
+
+
+class Norm:
+    """RMSNorm after a residual add: sees the sum before its store, after it, or one for variance and one for value."""
+
+    def __init__(self, b: Binder, site: str, name: str, eps: float) -> None:
+        rule = b.rule(site)
+        self.accum, self.eps = rule.accum, eps
+        self.weight = b.weights.get(name, rule.accum)
+        self.round = b.at(site, None)
+        self.between = self.round if rule.algorithm.endswith("_twice") else None
+        self.source = rule.algorithm.removeprefix("rms_norm_").removesuffix("_twice")
+        store = rule.storage
+        if self.between is not None and store is not None:
+            self.between = lambda y: y.to(store.torch)
+
+    def __call__(self, stored: Tensor, unrounded: Tensor) -> Tensor:
+        variance_of = stored if self.source == "stored" else unrounded
+        value = pinned(stored, self.accum) if self.source == "mixed" else None
+        y = rms_norm(pinned(variance_of, self.accum), self.weight, self.eps, value=value, between=self.between)
+        return self.round(y)
+
+
+class Residual:
+    """The residual add: returns the sum as stored and as it was before the store."""
+
+    def __init__(self, b: Binder, site: str) -> None:
+        rule = b.rule(site)
+        self.accum, self.round = rule.accum, b.maybe(site, rule.accum)
+
+    def __call__(self, h: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        total = pinned(h, self.accum) + pinned(block, self.accum)
+        return (total if self.round is None else self.round(total)), total
+
+
+class KdaBlock:
+    """Projections, short convolution, decay gate, delta rule, gated norm, output projection."""
+
+    def __init__(self, b: Binder) -> None:
+        c = b.config
+        self.heads, self.k_dim, self.v_dim = c.kda_num_heads, c.kda_head_dim, c.kda_v_head_dim
+        self.scale, self.eps, self.width, self.layer = c.kda_scale, c.rms_norm_eps, c.conv_size, b.layer
+        self.operand = b.at("attn_in")
+        self.project = b.linears(q_proj="self_attn.q_proj", k_proj="self_attn.k_proj", v_proj="self_attn.v_proj",
+                                 f_a_proj="self_attn.f_a_proj", g_a_proj="self_attn.g_a_proj",
+                                 b_proj="self_attn.b_proj")  # fmt: skip
+        self.f_b_in, self.f_b = b.at("f_b_in"), b.linear("f_b_proj", "self_attn.f_b_proj")
+        self.g_b_in, self.g_b = b.at("g_b_in"), b.linear("g_b_proj", "self_attn.g_b_proj")
+        self._bind_conv(b)
+        self._bind_gates(b)
+        self._bind_core(b)
+        self.o_norm_weight = b.parameter("self_attn.o_norm.weight", "o_norm")
+        self.norm_accum, self.round_o = b.rule("o_norm").accum, b.at("o_norm")
+        self.o_in, self.o_proj = b.at("o_proj_in"), b.linear("o_proj", "self_attn.o_proj")
+
+    def _bind_conv(self, b: Binder) -> None:
+        rule = b.rule("conv_sum")
+        self.conv, self.conv_accum = CONV[rule.algorithm], rule.accum
+        names = tuple(f"model.layers.{b.layer}.self_attn.{x}_conv1d.weight" for x in "qkv")
+        self.conv_weight = b.weights.cat(names, self.conv_accum).squeeze(1)
+        self.round_state, self.round_sum = b.at("conv_state"), b.at("conv_sum", self.conv_accum)
+        self.silu = SILU[b.rule("short_conv").algorithm]
+        self.silu_accum, self.round_conv = b.rule("short_conv").accum, b.at("short_conv")
+
+    def _bind_gates(self, b: Binder) -> None:
+        self.gate_accum, self.beta_accum = b.rule("decay_gate").accum, b.rule("beta").accum
+        self.beta_sigmoid, self.gate_sigmoid = SIGMOID[b.rule("beta").algorithm], SIGMOID[b.rule("o_norm").algorithm]
+        self.a_log = b.parameter("self_attn.A_log", "decay_gate").reshape(-1, 1)
+        self.dt_bias = b.parameter("self_attn.dt_bias", "decay_gate").reshape(self.heads, self.k_dim)
+        self.round_g, self.round_beta = b.at("decay_gate", self.gate_accum), b.at("beta", self.beta_accum)
+
+    def _bind_core(self, b: Binder) -> None:
+        rule = b.rule("kda_core")
+        self.core, self.accum = kda.CORES[rule.algorithm], rule.accum
+        self.options = dict(rule.options)
+        if rule.algorithm == "chunk":
+            self.options["at"] = b.hooks(*CHUNK_SITES)  # pyright: ignore[reportArgumentType]
+        self.island = rule.algorithm in kda.ISLANDS
+        self.norm_dtype = b.rule("q_l2norm").accum
+        self.round_q, self.round_k, self.round_v = b.at("q_l2norm"), b.at("k_l2norm"), b.at("kda_v")
+        self.round_core, self.round_carry = b.at("kda_core", self.accum), b.at("kda_state")
+
+    def __call__(self, x: Tensor, batch: Batch, state: State) -> Tensor:
+        q, k, v, f, gate, beta = self.project(self.operand(x))
+        q, k, v = self._short_conv(torch.cat([q, k, v], -1), batch, state)
+        g = self._decay(self.f_b(self.f_b_in(f)))
+        beta = self.round_beta(self.beta_sigmoid(pinned(beta, self.beta_accum)))
+        o = self._delta_rule(q, k, v, g, beta, batch, state)
+        gate = self.g_b(self.g_b_in(gate)).unflatten(-1, (self.heads, self.v_dim))
+        gate = self.gate_sigmoid(pinned(gate, self.norm_accum))
+        o = gated_rms_norm(pinned(o, self.norm_accum), self.o_norm_weight, gate, eps=self.eps)
+        return self.o_proj(self.o_in(self.round_o(o).flatten(-2)))
+
+    def _short_conv(self, raw: Tensor, batch: Batch, state: State) -> tuple[Tensor, ...]:
+        carried = state.conv[self.layer][batch.index]
+        window = torch.cat([carried.to(raw.dtype), raw], 1)
+        put(state.conv, self.layer, batch, self.round_state(next_state(window, list(batch.lengths), self.width - 1)))
+        mixed = self.round_sum(self.conv(pinned(window, self.conv_accum), self.conv_weight))
+        mixed = self.round_conv(self.silu(pinned(mixed, self.silu_accum)))
+        q, k, v = mixed.split([self.heads * self.k_dim, self.heads * self.k_dim, self.heads * self.v_dim], -1)
+        return tuple(y.unflatten(-1, (self.heads, -1)) for y in (q, k, v))
+
+    def _decay(self, f: Tensor) -> Tensor:
+        f = pinned(f, self.gate_accum).unflatten(-1, (self.heads, self.k_dim))
+        return self.round_g(kda.decay_gate(f, self.a_log, self.dt_bias))
+
+    def _delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State
+    ) -> Tensor:
+        q = self.round_q(kda.l2norm(pinned(q, self.norm_dtype)))
+        k = self.round_k(kda.l2norm(pinned(k, self.norm_dtype)))
+        v = self.round_v(v)
+        if batch.real is not None:  # a token that is not real neither writes nor decays
+            real = batch.real[..., None, None]
+            k, v, g = k * real, v * real, g * real
+            beta = beta * batch.real[..., None]
+        carried = state.recurrent[self.layer][batch.index]
+        home = q.device
+        q, k, v, g, beta, carried = (self._to_core(y) for y in (q, k, v, g, beta, carried))
+        o, carried = self.core(q * self.scale, k, v, g, beta, carried, **self.options)
+        put(state.recurrent, self.layer, batch, self.round_carry(carried).to(home))
+        return self.round_core(o).to(home)
+
+    def _to_core(self, x: Tensor) -> Tensor:
+        return pinned(x.cpu() if self.island else x, self.accum)
+
+
+class MlaBlock:
+    """Latent attention without positions: the latent is carried, expanded or absorbed as the recipe says."""
+
+    def __init__(self, b: Binder) -> None:
+        c = b.config
+        self.config, self.layer, self.scale = c, b.layer, c.mla_scale
+        self.operand = b.at("attn_in")
+        self.project = b.linears(mla_q_proj="self_attn.q_proj", kv_a_proj="self_attn.kv_a_proj_with_mqa")
+        self.norm_rule = b.rule("kv_a_norm")
+        self.norm_weight = b.parameter("self_attn.kv_a_layernorm.weight", "kv_a_norm")
+        self.eps = b.recipe.semantics.kv_eps or c.rms_norm_eps
+        self.round_norm, self.round_cache = b.at("kv_a_norm"), b.at("kv_cache")
+        store = self.norm_rule.storage
+        twice = self.norm_rule.algorithm.endswith("_twice") and store is not None
+        self.between = (lambda y: y.to(store.torch)) if twice and store else None
+        self.kv_b_in, self.kv_b = b.at("kv_b_in"), b.linear("kv_b_proj", "self_attn.kv_b_proj")
+        self.round_q, self.round_k, self.round_v = b.at("mla_q"), b.at("mla_k"), b.at("mla_v")
+        self._bind_core(b)
+        self.o_in, self.o_proj = b.at("o_proj_in"), b.linear("o_proj", "self_attn.o_proj")
+
+    def _bind_core(self, b: Binder) -> None:
+        rule = b.rule("mla_core")
+        self.accum, self.options = rule.accum, dict(rule.options)
+        self.island = rule.algorithm in mla.ISLANDS
+        self.attend = self._absorbed if rule.algorithm == "absorbed" else self._expanded
+        self.core = mla.CORES.get(rule.algorithm, mla.dense)
+        self.hooks = b.hooks("mla_scores", "mla_probs")
+        self.round_core = b.at("mla_core", self.accum)
+        self.round_q_latent, self.round_o_latent = b.at("q_latent"), b.at("o_latent")
+        self.latent_accum = b.rule("q_latent").accum
+        weight = b.parameter("self_attn.kv_b_proj.weight", "q_latent")
+        c = b.config
+        self.w_k, self.w_v = weight.view(c.num_heads, -1, c.kv_lora_rank).split([c.qk_nope_head_dim, c.v_head_dim], 1)
+
+    def __call__(self, x: Tensor, batch: Batch, state: State) -> Tensor:
+        q, kv = self.project(self.operand(x))
+        q = q.unflatten(-1, (self.config.num_heads, self.config.qk_head_dim))
+        latent, k_pe = kv.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
+        accum = self.norm_rule.accum
+        latent = self.round_norm(rms_norm(pinned(latent, accum), self.norm_weight, self.eps, between=self.between))
+        fresh = self.round_cache(torch.cat([latent, k_pe.to(latent.dtype)], -1))
+        append(state.latent[self.layer], batch, fresh)
+        o = self.attend(q, fresh, batch, state)
+        return self.o_proj(self.o_in(o.flatten(-2)))
+
+    def _expanded(self, q: Tensor, fresh: Tensor, batch: Batch, state: State) -> Tensor:
+        k, v = (
+            self._carried_kv(fresh, batch, state)
+            if self.layer in state.keys
+            else self._expand(state.latent[self.layer][batch.index, : batch.end])
+        )
+        home, positions = q.device, batch.positions
+        q, k, v = (self._to_core(y) for y in (self.round_q(q), k, v))
+        positions = positions.to(q.device)
+        o = self.core(q, k, v, positions, scale=self.scale, at=self.hooks, **self.options)
+        return self.round_core(o).to(home)
+
+    def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of latent [B, L, R + P]: the product with kv_b_proj, k_pe shared by all heads."""
+        c = self.config
+        low, k_pe = latent.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
+        kv = self.kv_b(self.kv_b_in(low)).unflatten(-1, (c.num_heads, -1))
+        k, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], -1)
+        k_pe = k_pe.unsqueeze(2).expand(*k.shape[:3], -1).to(k.dtype)
+        return self.round_k(torch.cat([k, k_pe], -1)), self.round_v(v)
+
+    def _carried_kv(self, fresh: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
+        k, v = self._expand(fresh)
+        append(state.keys[self.layer], batch, k)
+        append(state.values[self.layer], batch, v)
+        return state.keys[self.layer][batch.index, : batch.end], state.values[self.layer][batch.index, : batch.end]
+
+    def _absorbed(self, q: Tensor, fresh: Tensor, batch: Batch, state: State) -> Tensor:
+        c, accum = self.config, self.latent_accum
+        q = self.round_q(q)
+        nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
+        q_latent = torch.einsum("bthn,hnr->bthr", pinned(nope, accum), self.w_k)
+        q_latent = pinned(self.round_q_latent(q_latent), self.accum)
+        latent = pinned(state.latent[self.layer][batch.index, : batch.end], self.accum)
+        o = mla.absorbed(q_latent, pinned(q_pe, self.accum), latent, batch.positions, scale=self.scale,
+                         rank=c.kv_lora_rank, at=self.hooks, **self.options)  # fmt: skip
+        o = torch.einsum("bthr,hvr->bthv", pinned(self.round_o_latent(o), accum), self.w_v)
+        return self.round_core(o)
+
+    def _to_core(self, x: Tensor) -> Tensor:
+        return pinned(x.cpu() if self.island else x, self.accum)

@@ -1,0 +1,99 @@
+"""The MLP blocks of a layer: dense, and experts behind a sigmoid router. x is [B, T, D], N = B * T tokens."""
+
+import torch
+from torch import Tensor
+
+from variants.binding import Binder
+from variants.ops import moe
+from variants.ops.norm import SIGMOID, SILU
+from variants.rounding import pinned
+
+
+class Swiglu:
+    """A gated MLP: the dense layer's and the shared expert's."""
+
+    def __init__(self, b: Binder, sites: str, name: str) -> None:
+        self.project = b.linears(**{f"{sites}_gate": f"{name}.gate_proj", f"{sites}_up": f"{name}.up_proj"})
+        self.accum, self.silu = b.rule(f"{sites}_act").accum, SILU[b.rule(f"{sites}_silu").algorithm]
+        self.round_silu, self.round_act = b.at(f"{sites}_silu", self.accum), b.at(f"{sites}_act", self.accum)
+        self.down_in, self.down = b.at(f"{sites}_down_in"), b.linear(f"{sites}_down", f"{name}.down_proj")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.project(x)
+        gate = pinned(self.round_silu(self.silu(pinned(gate, self.accum))), self.accum)
+        return self.down(self.down_in(self.round_act(gate * pinned(up, self.accum))))
+
+
+class DenseBlock:
+    """The MLP of a layer without experts."""
+
+    def __init__(self, b: Binder) -> None:
+        self.operand, self.mlp = b.at("mlp_in"), Swiglu(b, "mlp", "mlp")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.mlp(self.operand(x))
+
+
+class MoeBlock:
+    """Sigmoid router, chosen experts, shared expert."""
+
+    def __init__(self, b: Binder) -> None:
+        c, name = b.config, "block_sparse_moe"
+        self.config, self.operand, self.router_in = c, b.at("mlp_in"), b.at("router_in")
+        self.logits = b.linear("router", f"{name}.gate")
+        self.score_accum, self.sigmoid = b.rule("router_scores").accum, SIGMOID[b.rule("router_scores").algorithm]
+        self.bias = b.parameter(f"{name}.gate.e_score_correction_bias", "router_scores")
+        self.weigh = moe.WEIGHTS[b.rule("router_weights").algorithm]
+        self.round_scores, self.round_ids = b.at("router_scores", self.score_accum), b.at("router_ids")
+        self.round_weights = b.at("router_weights", self.score_accum)
+        self._bind_experts(b, f"model.layers.{b.layer}.{name}")
+        self.shared = Swiglu(b, "shared", f"{name}.shared_experts") if c.num_shared_experts else None
+        self.sum_accum, self.round_combine = b.rule("combine").accum, b.at("combine")
+
+    def _bind_experts(self, b: Binder, name: str) -> None:
+        up, down, count = b.rule("expert_gate_up"), b.rule("expert_down"), b.config.num_experts
+        w13 = b.weights.experts(name, ("w1", "w3"), count, up.accum)
+        w2 = b.weights.experts(name, ("w2",), count, down.accum)
+        self.up = [b.product("expert_gate_up", w) for w in w13]
+        self.down = [b.product("expert_down", w) for w in w2]
+        self.act_accum, self.silu = b.rule("expert_act").accum, SILU[b.rule("expert_silu").algorithm]
+        self.round_silu, self.round_act = b.at("expert_silu", self.act_accum), b.at("expert_act", self.act_accum)
+        self.down_in = b.at("expert_down_in")
+        self.out_accum, self.round_out = b.rule("expert_out").accum, b.at("expert_out", b.rule("expert_out").accum)
+        routed = b.rule("routed")
+        self.sum, self.round_routed = moe.SUM[routed.algorithm], b.at("routed", routed.accum)
+        rounding = b.rule("routed").output
+        self.round_each = (
+            (lambda y: y.to(rounding.torch).to(y.dtype)) if routed.option("round_each") and rounding else None
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ids, weights = self._route(x.flatten(0, 1))
+        x = self.operand(x)
+        out = self._experts(x.flatten(0, 1), ids) * weights.to(self.out_accum.torch).unsqueeze(-1)
+        routed = self.round_routed(self.sum(pinned(self.round_out(out), self.out_accum), ids, self.round_each))
+        routed = pinned(routed.view(*x.shape[:2], -1), self.sum_accum)
+        total = routed if self.shared is None else routed + pinned(self.shared(x), self.sum_accum)
+        return self.round_combine(total)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.round_scores(self.sigmoid(pinned(self.logits(self.router_in(x)), self.score_accum)))
+        ids = self.round_ids(moe.top_k_lowest_id(scores + self.bias, self.config.experts_per_token))
+        chosen = scores.gather(-1, ids)
+        return ids, self.round_weights(self.weigh(chosen, self.config.routed_scaling_factor, self.config.renormalize))
+
+    def _experts(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Each token through its chosen experts: x [N, D], ids [N, k] -> [N, k, D] in the dtype of the weighting."""
+        if x.shape[0] == 1:
+            return torch.stack([self._expert(e, x) for e in ids[0].tolist()], 1)
+        out = x.new_zeros(*ids.shape, self.config.hidden_size, dtype=self.out_accum.torch)
+        for e in ids.unique().tolist():
+            token, slot = (ids == e).nonzero(as_tuple=True)
+            out[token, slot] = self._expert(e, x[token])
+        return out
+
+    def _expert(self, e: int, x: Tensor) -> Tensor:
+        gate, up = self.up[e](x).chunk(2, -1)
+        gate = pinned(self.round_silu(self.silu(pinned(gate, self.act_accum))), self.act_accum)
+        y = self.down[e](self.down_in(self.round_act(gate * pinned(up, self.act_accum))))
+        return pinned(y, self.out_accum)

@@ -1,0 +1,104 @@
+"""The forward pass of Kimi-Linear under a recipe: built once for each phase, then only called."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from variants.binding import Binder
+from variants.layers import KdaBlock, MlaBlock, Norm, Residual
+from variants.mlp_layers import DenseBlock, MoeBlock
+from variants.model_config import LayerKind, ModelConfig
+from variants.recipe import Recipe
+from variants.rounding import NoProbe, Probe, Step
+from variants.state import Batch, State
+from variants.weights import Weights
+
+PHASES = ("prefill", "decode")
+
+
+class Layer:
+    """One layer in one phase: attention block, MLP block, their norms and residual adds."""
+
+    def __init__(self, b: Binder) -> None:
+        name, eps = f"model.layers.{b.layer}", b.config.rms_norm_eps
+        self.input_norm = Norm(b, "input_norm", f"{name}.input_layernorm.weight", eps)
+        self.attention = KdaBlock(b) if b.config.layer_kinds[b.layer] is LayerKind.kda else MlaBlock(b)
+        self.attn_residual = Residual(b, "attn_residual")
+        self.post_norm = Norm(b, "post_attn_norm", f"{name}.post_attention_layernorm.weight", eps)
+        self.mlp = MoeBlock(b) if b.config.moe_layers[b.layer] else DenseBlock(b)
+        self.mlp_residual = Residual(b, "mlp_residual")
+
+    def __call__(self, h: Tensor, unrounded: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
+        h, unrounded = self.attn_residual(h, self.attention(self.input_norm(h, unrounded), batch, state))
+        return self.mlp_residual(h, self.mlp(self.post_norm(h, unrounded)))
+
+
+class Phase:
+    """Embedding, layers and head bound for prefill or for decode."""
+
+    def __init__(self, b: Binder) -> None:
+        config = b.config
+        self.embedding = b.weights.get("model.embed_tokens.weight", b.on(-1).rule("embed").accum)
+        self.embed = b.on(-1).at("embed")
+        self.layers = [Layer(b.on(i)) for i in range(config.num_layers)]
+        head = b.on(config.num_layers)
+        self.final_norm = Norm(head, "final_norm", "model.norm.weight", config.rms_norm_eps)
+        self.head_in = head.at("lm_head_in")
+        self.head = head.product("lm_head", b.weights.get("lm_head.weight", head.rule("lm_head").accum))
+
+    def __call__(self, tokens: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
+        """Residual stream after the last layer, as stored and unrounded: tokens [B, T] -> two of [B, T, D]."""
+        h = self.embed(self.embedding[tokens])
+        unrounded = h
+        for layer in self.layers:
+            h, unrounded = layer(h, unrounded, batch, state)
+        return h, unrounded
+
+    def logits(self, h: Tensor, unrounded: Tensor) -> Tensor:
+        return self.head(self.head_in(self.final_norm(h, unrounded)))
+
+
+class Model:
+    """A checkpoint under a recipe. Holds no sequence: everything carried is in the `State` that is passed in."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, weights: Weights, *, probe: Probe | None = None) -> None:
+        self.config, self.recipe, self.weights = config, recipe, weights
+        self.probe = probe or NoProbe()
+        self.device = weights.casts.device
+        self.phases = {p: Phase(Binder(config, recipe, weights, self.probe, -1, p)) for p in PHASES}
+
+    def new_state(self, *, slots: int, max_len: int) -> State:
+        return State(self.config, self.recipe, slots=slots, max_len=max_len, device=self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        state: State,
+        *,
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        phase: str,
+        every: bool = False,
+    ) -> Tensor:
+        """Run tokens [B, T] (`lengths` of each row real) and advance the slots.
+
+        Returns logits of each row's last real token [B, vocab], or of every token [B, T, vocab] when `every`.
+        """
+        batch = state.batch(slots, lengths, tokens.shape[1], self.device)
+        self.probe.begin(Step(phase, batch.slots, batch.starts, batch.lengths))
+        run = self.phases[phase]
+        h, unrounded = run(tokens, batch, state)
+        state.advance(batch)
+        if not every:
+            h, unrounded = _last(h, batch), _last(unrounded, batch)
+        return run.logits(h, unrounded) if every else run.logits(h, unrounded)[:, 0]
+
+
+def _last(x: Tensor, batch: Batch) -> Tensor:
+    """[B, T, D] -> [B, 1, D] of each row's last real token."""
+    if batch.real is None:
+        return x[:, -1:]
+    rows = torch.arange(x.shape[0], device=x.device)
+    return x[rows, torch.tensor(batch.lengths, device=x.device) - 1].unsqueeze(1)

@@ -1,0 +1,143 @@
+"""Kimi delta attention: decay gate, L2 norm, and the delta rule step by step and in chunks.
+
+Everything here computes in the dtype of its inputs, so float64 inputs give the reference and the same lines give any
+other precision. Dimensions: B batch, T tokens, H heads, K key and V value width. Source: Kimi Linear technical report.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+SOFTPLUS_LINEAR_ABOVE = 20.0
+L2_EPS = 1e-6
+Hooks = Mapping[str, Callable[[Tensor], Tensor]]
+
+
+def decay_gate(f: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Log-decay per key channel: -exp(A_log) * softplus(f + dt_bias), always at or below zero.
+
+    f [B, T, H, K]; a_log [H, 1]; dt_bias [H, K], one value a channel. softplus(x) is x above 20.
+    """
+    x = f + dt_bias
+    soft = torch.where(x > SOFTPLUS_LINEAR_ABOVE, x, torch.log(1.0 + torch.exp(x)))
+    return -torch.exp(a_log) * soft
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last dimension: eps is inside the root and on the sum, not on the mean."""
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
+
+
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **_: object
+) -> tuple[Tensor, Tensor]:
+    """The delta rule one token at a time: decay the state, then correct it by the error of its own prediction.
+
+    q, k [B, T, H, K] (q already scaled); v [B, T, H, V]; g [B, T, H, K] log-decay; beta [B, T, H]; state [B, H, K, V].
+    Returns o [B, T, H, V] and the new state; both sums over K are elementwise products summed over that dimension.
+    """
+    decay = g.exp()
+    out = []
+    for t in range(q.shape[1]):
+        key = k[:, t].unsqueeze(-1)
+        state = state * decay[:, t].unsqueeze(-1)
+        error = (v[:, t] - (state * key).sum(-2)) * beta[:, t].unsqueeze(-1)
+        state = state + key * error.unsqueeze(-2)
+        out.append((state * q[:, t].unsqueeze(-1)).sum(-2))
+    return torch.stack(out, 1), state
+
+
+def recurrent_gemv(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **_: object
+) -> tuple[Tensor, Tensor]:
+    """As `recurrent`, with both sums over K as matrix-vector products and the update as a rank-one product."""
+    decay = g.exp()
+    shape = state.shape
+    flat = state.reshape(-1, *shape[2:])
+    out = []
+    for t in range(q.shape[1]):
+        key = k[:, t].reshape(-1, 1, shape[2])
+        flat = flat * decay[:, t].reshape(-1, shape[2], 1)
+        error = (v[:, t].reshape(-1, 1, shape[3]) - torch.bmm(key, flat)) * beta[:, t].reshape(-1, 1, 1)
+        flat = torch.baddbmm(flat, key.transpose(1, 2), error)
+        out.append(torch.bmm(q[:, t].reshape(-1, 1, shape[2]), flat).view(*shape[:2], shape[3]))
+    return torch.stack(out, 1), flat.view(shape)
+
+
+def chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, chunk_size: int, at: Hooks | None = None
+) -> tuple[Tensor, Tensor]:
+    """The delta rule in chunks (the WY form): the same function as `recurrent`, another order of sums.
+
+    Shapes as `recurrent`, any T: the last chunk is filled up with tokens that change nothing (k, v, beta and g zero).
+    Every exponent is a difference of cumulative log-decays from a later to an earlier token, hence at or below zero,
+    so nothing overflows however strong the decay. at: roundings of named intermediates (`variants.sites.CHUNK_SITES`).
+    """
+    length = q.shape[1]
+    q, k, v, g, beta = (_chunked(x, chunk_size) for x in (q, k, v, g, beta))
+    at = at or {}
+    out = []
+    for n in range(q.shape[1]):
+        o, state = _one_chunk(q[:, n], k[:, n], v[:, n], g[:, n], beta[:, n], state, at)
+        out.append(o)
+    return torch.cat(out, 2)[:, :, :length].transpose(1, 2), state
+
+
+def _chunked(x: Tensor, size: int) -> Tensor:
+    """[B, T, H, ...] -> [B, N, H, size, ...], filled up with zeros; contiguous, as bits follow strides."""
+    fill = -x.shape[1] % size
+    if fill:
+        x = torch.cat([x, x.new_zeros(x.shape[0], fill, *x.shape[2:])], 1)
+    return x.unflatten(1, (-1, size)).transpose(2, 3).contiguous()
+
+
+def _one_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, at: Hooks
+) -> tuple[Tensor, Tensor]:
+    """One chunk of C tokens: q, k [B, H, C, K], v [B, H, C, V], state [B, H, K, V] -> o [B, H, C, V], state."""
+    total = g.cumsum(-2)
+    pairs = decay_pairs(total)
+    k_beta, v_beta = k * beta.unsqueeze(-1), v * beta.unsqueeze(-1)
+    inverse = _at(at, "kda_ainv", unit_lower_inverse((k_beta.unsqueeze(-2) * k.unsqueeze(-3) * pairs).sum(-1).tril(-1)))
+    u = _at(at, "kda_u", inverse @ _at(at, "kda_v_beta", v_beta))
+    w = _at(at, "kda_w", inverse @ _at(at, "kda_k_beta", k_beta * total.exp()))
+    h = _at(at, "kda_h", state)
+    v_new = u - w @ h
+    v_seen = _at(at, "kda_v_new", v_new)
+    q = _at(at, "kda_q_scaled", q)
+    scores = _at(at, "kda_aqk", (q.unsqueeze(-2) * k.unsqueeze(-3) * pairs).sum(-1).tril())
+    o = _at(at, "kda_qg", q * total.exp()) @ h + scores @ v_seen
+    last = total[..., -1:, :]
+    kg = _at(at, "kda_kg", k * (last - total).exp())
+    return o, state * last.exp().transpose(-1, -2) + kg.transpose(-1, -2) @ v_seen
+
+
+def decay_pairs(total: Tensor) -> Tensor:
+    """exp of the decay from token j to token i >= j, zero above the diagonal: [B, H, C, K] -> [B, H, C, C, K]."""
+    difference = total.unsqueeze(-2) - total.unsqueeze(-3)
+    above = torch.ones(difference.shape[-3:-1], dtype=torch.bool, device=total.device).triu(1)
+    return difference.masked_fill(above.unsqueeze(-1), float("-inf")).exp()
+
+
+def unit_lower_inverse(strict: Tensor) -> Tensor:
+    """(I + strict)^-1 for strictly lower triangular [..., C, C], by forward substitution row by row."""
+    inverse = -strict
+    for i in range(1, strict.shape[-1]):
+        row = inverse[..., i, :i].clone()
+        inverse[..., i, :i] = row + (row.unsqueeze(-1) * inverse[..., :i, :i]).sum(-2)
+    return inverse + torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device)
+
+
+def _at(at: Hooks, site: str, x: Tensor) -> Tensor:
+    return at[site](x).to(x.dtype) if site in at else x
+
+
+CORES = {
+    "island_f64": recurrent,
+    "island_f32": recurrent,
+    "recurrent": recurrent,
+    "recurrent_gemv": recurrent_gemv,
+    "chunk": chunk,
+}
+ISLANDS = ("island_f64", "island_f32")

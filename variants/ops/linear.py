@@ -1,0 +1,23 @@
+"""Products with a weight: the library's own, or row by row so that a row's sum never depends on its neighbours."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., K] by weight [N, K] -> [..., N], in the dtype of both; the order of the sum is the library's and may
+    depend on the number of rows."""
+    return F.linear(x, weight)
+
+
+def gemm_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """As `gemm`, one row at a time: the same bits for a row whatever stands beside it (batch-invariant)."""
+    rows = x.reshape(-1, 1, x.shape[-1])
+    if rows.shape[0] == 1:
+        return F.linear(rows[0], weight).view(*x.shape[:-1], -1)
+    out = torch.cat([F.linear(row, weight) for row in rows.unbind(0)])
+    return out.view(*x.shape[:-1], -1)
+
+
+LINEAR = {"gemm": gemm, "gemm_rows": gemm_rows}

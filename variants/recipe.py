@@ -1,0 +1,194 @@
+"""A recipe: for every site of the forward the arithmetic that a variant means there, bound once from its axes.
+
+The model is built from a recipe alone. Two recipes can be compared row by row, mixed place by place (localisation) and
+raised to a higher precision as a whole (the ladder), without a line of model code knowing.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from variants.axes import Execution, ExecutionAxes, KvNormEps, Param, Variant
+from variants.dtypes import DType
+from variants.errors import UsageError
+from variants.model_config import ModelConfig
+from variants.sites import places, rule_key
+
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """The arithmetic of one site.
+
+    input: format of the operands (None: as they arrive). accum: format in which the operation runs; a product run as
+    bf16 accumulates inside the library. output: format of the values that leave (None: as computed). storage: format of
+    the buffer, wider than `output` where values are rounded in place. options: sizes that name the algorithm fully.
+    """
+
+    input: DType | None = None
+    accum: DType = DType.f32
+    output: DType | None = None
+    storage: DType | None = None
+    algorithm: str = "elementwise"
+    impl: str = "torch"
+    options: tuple[tuple[str, int], ...] = ()
+
+    def option(self, name: str) -> int:
+        return dict(self.options)[name]
+
+    def at_least(self, dtype: DType) -> "Rule":
+        """This rule with every format narrower than `dtype` raised to it."""
+        return replace(self, **{f: _raise(getattr(self, f), dtype) for f in ("input", "accum", "output", "storage")})
+
+    def as_dict(self) -> dict[str, object]:
+        names = {
+            f: getattr(self, f).name if getattr(self, f) else "keep" for f in ("input", "accum", "output", "storage")
+        }
+        return {**names, "algorithm": self.algorithm, "impl": self.impl, **dict(self.options)}
+
+
+def _raise(dtype: DType | None, floor: DType) -> DType | None:
+    return dtype if dtype is None or dtype.precision >= floor.precision else floor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Semantics:
+    """Declared departures from the checkpoint's own function: none of these is rounding of a computed value."""
+
+    kv_eps: float | None = None
+    bf16_params: frozenset[str] = frozenset()
+
+    def as_dict(self) -> dict[str, object]:
+        return {"kv_a_layernorm_eps": self.kv_eps, "params_rounded_to_bf16": sorted(self.bf16_params)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Rules by site ("site" or "site.phase"), exceptions by place, semantics, execution and the order of products."""
+
+    rules: Mapping[str, Rule]
+    execution: ExecutionAxes
+    exceptions: Mapping[tuple[str, int], Rule] = field(default_factory=dict)
+    semantics: Semantics = Semantics()
+    expanded_cache: bool = False
+    fused_projections: bool = False
+    tf32: bool = False
+
+    def rule(self, site: str, layer: int, phase: str = "prefill") -> Rule:
+        key = rule_key(site, phase)
+        return self.exceptions.get((key, layer), self.rules[key])
+
+    def at_precision(self, dtype: DType) -> "Recipe":
+        """The same code path with every format narrower than `dtype` raised to it; parameters stay as declared."""
+        return replace(
+            self,
+            rules={k: r.at_least(dtype) for k, r in self.rules.items()},
+            exceptions={k: r.at_least(dtype) for k, r in self.exceptions.items()},
+        )
+
+    def with_places(self, other: "Recipe", swapped: Iterable[Place]) -> "Recipe":
+        """This recipe with the rules of `other` at the given (site, layer) places."""
+        exceptions = dict(self.exceptions)
+        for site, layer in swapped:
+            for phase in ("prefill", "decode"):
+                exceptions[(rule_key(site, phase), layer)] = other.rule(site, layer, phase)
+        return replace(self, exceptions=exceptions)
+
+    def with_execution(self, **changes: object) -> "Recipe":
+        """This recipe run another way: the same arithmetic at every site, other pieces, batch or carried state."""
+        return replace(self, execution=replace(self.execution, **changes))  # pyright: ignore[reportArgumentType]
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "sites": {k: r.as_dict() for k, r in self.rules.items()},
+            "exceptions": {f"{k}@{layer}": r.as_dict() for (k, layer), r in sorted(self.exceptions.items())},
+            "semantics": self.semantics.as_dict(),
+            "execution": {
+                "mode": self.execution.mode.name,
+                "prefill_piece": self.execution.prefill_piece,
+                "batch": self.execution.batch,
+            },
+            "cache": "expanded" if self.expanded_cache else "latent",
+            "fused_projections": self.fused_projections,
+            "tf32": self.tf32,
+        }
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the resolved recipe in canonical JSON."""
+        text = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row a rule, for a table."""
+        exceptions = [{"site": f"{k}@{layer}", **r.as_dict()} for (k, layer), r in sorted(self.exceptions.items())]
+        return [{"site": k, **r.as_dict()} for k, r in self.rules.items()] + exceptions
+
+
+def difference(a: Recipe, b: Recipe) -> list[dict[str, object]]:
+    """The fields in which two recipes differ: a row each with the site or setting, the field and both values."""
+    return list(_walk("", a.as_dict(), b.as_dict()))
+
+
+def _walk(path: str, a: object, b: object) -> Iterable[dict[str, object]]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in dict.fromkeys([*a, *b]):
+            yield from _walk(f"{path}.{key}" if path else str(key), a.get(key), b.get(key))
+    elif a != b:
+        where, _, name = path.removeprefix("sites.").rpartition(".")
+        yield {"site": where or name, "field": name, "a": a, "b": b}
+
+
+def resolve(variant: Variant, config: ModelConfig) -> Recipe:
+    """Bind a variant to a model's geometry; raises UsageError for an override that names no site of this model."""
+    from variants.rules import build_rules
+
+    rules = build_rules(variant, config)
+    return Recipe(
+        rules=rules,
+        execution=variant.execution,
+        exceptions=_overrides(variant, config, rules),
+        semantics=_semantics(variant),
+        expanded_cache=variant.mla.cache.name == "expanded",
+        fused_projections=variant.fused_projections,
+        tf32=variant.tf32,
+    )
+
+
+def _semantics(variant: Variant) -> Semantics:
+    p = variant.params
+    named = {"A_log": p.a_log, "dt_bias": p.dt_bias, "e_score_correction_bias": p.correction_bias, "weight": p.weights}
+    return Semantics(
+        kv_eps=1e-6 if variant.norm.kv_eps is KvNormEps.eps_1e6 else None,
+        bf16_params=frozenset(name for name, choice in named.items() if choice is Param.bf16),
+    )
+
+
+def _overrides(variant: Variant, config: ModelConfig, rules: Mapping[str, Rule]) -> dict[tuple[str, int], Rule]:
+    """Exceptions from `variant.override`; its key is a site or "site.phase"."""
+    exceptions = {}
+    for key, change in variant.override.items():
+        layers = [layer for site, layer in places(config) if key in (site, f"{site}.prefill", f"{site}.decode")]
+        keys = [k for k in rules if k == key or k.startswith(f"{key}.")]
+        chosen = [n for n in layers if not change.layers or n in change.layers]
+        if not keys or not chosen:
+            raise UsageError(f"variant.override: no site {key!r} in layers {list(change.layers) or 'of this model'}")
+        for k in keys:
+            for layer in chosen:
+                exceptions[(k, layer)] = _overridden(rules[k], change.output.name, change.input.name)
+    return exceptions
+
+
+def _overridden(rule: Rule, output: str, operand: str) -> Rule:
+    changes = {}
+    if output != "keep":
+        changes |= {"output": DType[output], "storage": DType[output]}
+    if operand != "keep":
+        changes |= {"input": DType[operand]}
+    return replace(rule, **changes)
+
+
+def is_incremental(recipe: Recipe) -> bool:
+    return recipe.execution.mode is Execution.incremental
