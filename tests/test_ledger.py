@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -67,7 +68,7 @@ def test_an_exception_leaves_a_failed_row_and_goes_on(tmp_path: Path):
     (row,) = ledger.rows()
     assert (row["status"], row["model_hash"]) == ("failed", "m")
     assert row["error"] == "InputError: bad golden in two lines"
-    assert "test_ledger.py" in row["detail"]["traceback"]
+    assert 'File "tests/test_ledger.py"' in row["detail"]["traceback"]
     assert str(ROOT) not in row["detail"]["traceback"]
 
 
@@ -178,6 +179,29 @@ def test_a_folder_lost_during_the_run_does_not_hide_the_first_error(tmp_path: Pa
         ledger.root.rmdir()
         raise ValueError("first")
     assert "cannot be written" in caught.value.__notes__[0]
+
+
+def test_a_row_appears_whole_and_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The row is synced under another name, then renamed to a name not there before, then its folder is synced."""
+    calls: list[str] = []
+    rename, fsync = os.rename, os.fsync
+
+    def renames(source: Path, target: Path) -> None:
+        assert source.parent == target.parent
+        assert not target.exists()
+        assert json.loads(source.read_bytes())["variant"] == "f32"
+        calls.append("rename")
+        rename(source, target)
+
+    def syncs(descriptor: int) -> None:
+        calls.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    run = Ledger(tmp_path).begin({"variant": "f32"})
+    monkeypatch.setattr(os, "rename", renames)
+    monkeypatch.setattr(os, "fsync", syncs)
+    run.finish()
+    assert calls == ["file", "rename", "folder"]
 
 
 def test_concurrent_writers_lose_and_tear_nothing(tmp_path: Path):
