@@ -27,11 +27,14 @@ from variants.sites import INTEGER, rule_key
 from variants.weights import Casts, Weights
 
 FLOATS = {d.torch: d for d in DType}
-MOVES = {"_to_copy", "copy_", "cat", "stack", "view", "clone", "slice", "select", "index_put_", "zeros",
-         "empty", "new_zeros", "unsqueeze", "squeeze", "expand", "split", "split_with_sizes", "t", "transpose", "permute", "detach", "index",
-         "_unsafe_view", "as_strided", "alias", "fill_", "zero_", "full", "full_like", "new_full", "new_empty", "eye",
-         "arange", "embedding", "unbind", "gather", "masked_fill", "masked_fill_", "where", "tril", "triu",
-         "constant_pad_nd", "reshape", "scalar_tensor", "ones", "_reshape_alias", "lift_fresh"}  # fmt: skip
+# Operations that move values and compute none.
+MOVES = {
+    "_to_copy", "copy_", "cat", "stack", "view", "clone", "slice", "select", "index_put_", "zeros", "empty",
+    "new_zeros", "unsqueeze", "squeeze", "expand", "split", "split_with_sizes", "t", "transpose", "permute",
+    "detach", "index", "_unsafe_view", "as_strided", "alias", "fill_", "zero_", "full", "full_like", "new_full",
+    "new_empty", "eye", "arange", "embedding", "unbind", "gather", "masked_fill", "masked_fill_", "where", "tril",
+    "triu", "constant_pad_nd", "reshape", "scalar_tensor", "ones", "_reshape_alias", "lift_fresh",
+}  # fmt: skip
 OPS = {m.__name__: m for m in (conv, kda, linear, mla, moe, norm)}
 # Algorithms that only move or choose values: what leaves may be as narrow as what arrived.
 MOVING = {"copy", "operand", "gather", "top_k_lowest_id"}

@@ -272,8 +272,14 @@ def check(v: Variant) -> None:
     )
     _refuse(v.elementwise.swiglu is Order.stepwise and not one_dtype, "elementwise.swiglu=stepwise", "no narrow dtype")
     _refuse(v.batch_invariant and v.fused_projections, "fused_projections", "batch_invariant names one order for each")
-    for name, value in (("kda.chunk_size", v.kda.chunk_size), ("mla.tile_q", v.mla.tile_q),
-                        ("mla.tile_k", v.mla.tile_k), ("mla.kv_splits", v.mla.kv_splits), ("execution.batch", v.execution.batch)):  # fmt: skip
+    sizes = {
+        "kda.chunk_size": v.kda.chunk_size,
+        "mla.tile_q": v.mla.tile_q,
+        "mla.tile_k": v.mla.tile_k,
+        "mla.kv_splits": v.mla.kv_splits,
+        "execution.batch": v.execution.batch,
+    }
+    for name, value in sizes.items():
         _refuse(value < 1, f"{name}={value}", "it must be at least 1")
     _refuse(v.execution.prefill_piece < 0, f"execution.prefill_piece={v.execution.prefill_piece}", "0 means whole")
 

@@ -91,7 +91,7 @@ def ulp(x: Tensor, dtype: DType) -> Tensor:
     _, exponent = torch.frexp(x.to(torch.float64))
     exponent = torch.where(x == 0, torch.full_like(exponent, dtype.min_exponent + 1), exponent)
     exponent = exponent.clamp_min(dtype.min_exponent + 1)
-    return torch.ldexp(torch.ones((), dtype=torch.float64, device=x.device), exponent - dtype.precision)
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent - dtype.precision)
 
 
 def narrowest_holding(x: Tensor) -> DType:

@@ -1,4 +1,4 @@
-"""The attention blocks, norms and residual adds of a layer, written once; which arithmetic each line runs in was bound before.
+"""The attention blocks, norms and residual adds of a layer, written once; the arithmetic of each line was bound before.
 
 x is [B, T, D] throughout. A block is built for one layer and one phase and called with the batch and the state.
 """
