@@ -116,7 +116,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="doctor",
-        summary="what is installed, which devices there are, whether the assets are whole",
+        summary="what is installed, which devices there are, are the assets whole",
         module="experiments.doctor",
         usage="neartie doctor",
         text="Exit code 4 when something that every run needs is missing.",

@@ -1,9 +1,11 @@
 """`neartie gate`: one job is one engine or variant against one golden, one row in the ledger, one line in a table."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from experiments.words import Flags
 from harness import strict_json
@@ -11,6 +13,7 @@ from harness.compose import as_plain
 from harness.config import Config, EngineKind
 from harness.engines import make_engine
 from harness.engines.assets import checkpoint_folder
+from harness.engines.local import LocalEngine
 from harness.engines.replay import ReplayEngine
 from harness.gate import GateResult, check_requirement, part_of, run_gate
 from harness.golden import Golden, load_golden
@@ -59,6 +62,8 @@ def report(flags: Flags) -> None:
         print(strict_json.dumps(rows if flags.many else rows[0]).decode())
         return
     print("\n".join(line.rstrip() for line in text(gate_table(rows)).splitlines()))
+    for line in _same_arms(rows):
+        print(line)
     results: list[GateResult] = [job.result for job in flags.results if job.result is not None]
     for result in results:
         lines = [*result.notes, *([] if flags.many else _details(result))]
@@ -80,9 +85,20 @@ def _gate(config: Config, row: Run) -> GateResult:
         row.add({"variant_hash": recipe.hash, "recipe": {"declared": recipe.as_dict()}})
     engine = make_engine(config)
     row.add({"model_hash": engine.info.model_sha256})
+    if isinstance(engine, LocalEngine):
+        _observe(engine, golden, row)
     return run_gate(
         golden, engine, require=config.require, vocab_size=model.vocab_size, text=_texts(folder / "tokenizer.json")
     )
+
+
+def _observe(engine: LocalEngine, golden: Golden, row: Run) -> None:
+    """Record what really runs at each site; EngineError where that is not what the recipe declares."""
+    observed = engine.observed(golden.prompts[0])
+    row.add({"recipe": {"observed": observed.as_dict()}})
+    if observed.contradictions:
+        first, more = observed.contradictions[0], len(observed.contradictions) - 1
+        raise EngineError(f"what ran is not what was declared: {first}" + (f" (and {more} more)" if more else ""))
 
 
 def _replayed(config: Config, golden: Golden) -> GateResult:
@@ -97,7 +113,7 @@ def _texts(tokenizer: Path) -> Callable[[int], str | None] | None:
 
 
 def _announced(config: Config) -> dict[str, object]:
-    """What a row says before its run; settings that this engine does not read, and where the row lies, are not in it."""
+    """What a row says before its run: every setting that this engine reads, but not where the row lies."""
     unread = {EngineKind.local: (), EngineKind.transformers: ("variant",), EngineKind.replay: ("variant", "model")}
     left_out = ("results", *unread[config.engine.kind])
     return {
@@ -109,6 +125,12 @@ def _announced(config: Config) -> dict[str, object]:
         "seeds": {"seed": config.seed},
         "detail": {"config": {k: v for k, v in as_plain(config).items() if k not in left_out}},
     }
+
+
+def _same_arms(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each pair of variants that were seen to do the same at every site: their rows compare nothing."""
+    seen = [(row["variant"], row["recipe"]["observed"]) for row in rows if row["recipe"]["observed"]]
+    return [f"{a} and {b}: the same arm, for what ran is equal" for (a, x), (b, y) in combinations(seen, 2) if x == y]
 
 
 PROMPT = ("prompt", "agree", "prefix", "at", "golden", "candidate", "golden's gap", "own gap", "margin")

@@ -16,7 +16,7 @@ exit: 0 ran (and met the bar, if one was required), 1 bar not met, 2 usage,
 
 def top(commands: Iterable[Command]) -> str:
     """`neartie --help`."""
-    return TOP.format(commands="\n".join(f"  {c.name:<9} {c.summary}"[:79] for c in commands))
+    return TOP.format(commands="\n".join(f"  {c.name:<9} {c.summary}" for c in commands))
 
 
 def of(command: Command) -> str:

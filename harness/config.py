@@ -79,7 +79,7 @@ class EngineChoice:
     def label(self) -> str:
         """What tells this engine's rows apart, for an engine whose arithmetic no variant names."""
         if self.kind is EngineKind.replay:
-            return f"replay_{Path(self.folder or '').name}"
+            return f"replay_{Path(self.folder or '').name.removesuffix('.json')}"
         label = f"{self.kind.name}_{self.dtype.name}_{self.attention.name}"
         return label if self.experts is Experts.grouped_mm else f"{label}_experts_{self.experts.name}"
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from harness.agreement import Agreement
 from harness.engines.protocol import Engine, EngineInfo, Generation, Prompts
 from harness.golden_data import Bar, Golden
+from harness.ledger_schema import FIELDS
 from harness.measure import Timing, summarize
 from harness.memory import PeakMemory, peak_memory
 from harness.pregate import pregate
@@ -68,7 +69,9 @@ class GateResult:
 def _fixed(agreement: Agreement) -> dict[str, object]:
     """The names that the schema fixes; `detail.agreement` holds the rest."""
     record = agreement.record()
-    return {name: record[name] for name in ("matched", "total", "exact_prompts", "prompts", "first_divergence")}
+    fixed = FIELDS["agreement"]
+    assert isinstance(fixed, dict)
+    return {name: record[name] for name in fixed}
 
 
 def part_of(golden: Golden, *, prompts: int = 0, tokens: int = 0) -> Golden:

@@ -150,7 +150,8 @@ def test_failed_and_ok_rows_have_one_shape(tmp_path: Path):
         raise ValueError("x")
     for row in map(json.loads, (path.read_bytes() for path in tmp_path.iterdir())):
         assert list(row) == list(FIELDS)
-        assert list(row["agreement"]) == ["matched", "total", "exact_prompts", "prompts", "first_divergence"]
+        fixed = ["matched", "total", "exact_prompts", "prompts", "first_divergence", "bar_met"]
+        assert list(row["agreement"]) == fixed
 
 
 def test_a_later_value_takes_the_reason_of_an_earlier_nan_away(tmp_path: Path):

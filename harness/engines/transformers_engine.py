@@ -62,7 +62,7 @@ class TransformersEngine:
             full_logits=True,
             precisions=_WIDER[loaded.dtype],
             taps=True,
-            sampling={"method": "greedy", "ties": "lowest id", "penalties": None, "logits": loaded.dtype},
+            sampling={"temperature": 0.0, "ties": "lowest id", "logits": loaded.dtype},
         )
 
     @property
