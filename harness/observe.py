@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -33,9 +32,49 @@ MOVES = {
     "new_zeros", "unsqueeze", "squeeze", "expand", "split", "split_with_sizes", "t", "transpose", "permute",
     "detach", "index", "_unsafe_view", "as_strided", "alias", "fill_", "zero_", "full", "full_like", "new_full",
     "new_empty", "eye", "arange", "embedding", "unbind", "gather", "masked_fill", "masked_fill_", "where", "tril",
-    "triu", "constant_pad_nd", "reshape", "scalar_tensor", "ones", "_reshape_alias", "lift_fresh",
+    "triu", "to", "chunk", "contiguous", "flatten", "unflatten", "take_along_dim", "index_fill", "constant_pad_nd", "reshape", "scalar_tensor", "ones", "_reshape_alias", "lift_fresh",
 }  # fmt: skip
 OPS = {m.__name__: m for m in (conv, kda, linear, mla, moe, norm)}
+# The function of ours that each algorithm is, written out: a table that was changed under a name must not vouch for
+# itself. By site where one name means several functions.
+FUNCTIONS = {
+    "gemm": "linear.gemm",
+    "gemm_rows": "linear.gemm_rows",
+    "taps": "conv.taps",
+    "conv1d": "conv.conv1d",
+    "l2norm": "kda.l2norm",
+    "softplus": "kda.decay_gate",
+    "scale_before": "moe.weights_before",
+    "scale_after": "moe.weights_after",
+    "sum_loop": "moe.sum_loop",
+    "sum_grouped": "moe.sum_grouped",
+}
+SITE_FUNCTIONS = {
+    "kda_core": {
+        "island_f64": "kda.recurrent",
+        "island_f32": "kda.recurrent",
+        "recurrent": "kda.recurrent",
+        "recurrent_gemv": "kda.recurrent_gemv",
+        "chunk": "kda.chunk",
+    },
+    "mla_core": {
+        "island_f64": "mla.dense",
+        "dense_f32": "mla.dense",
+        "dense_bf16": "mla.dense",
+        "sdpa": "mla.sdpa",
+        "online_f32": "mla.tiles",
+        "flash": "mla.tiles",
+        "island_f64_rows": "mla.rows",
+        "dense_f32_rows": "mla.rows",
+        "online_f32_rows": "mla.rows",
+        "flash_rows": "mla.rows",
+        "absorbed": "mla.per_head",  # what runs last; the core itself ends where o_latent begins
+        "absorbed_rows": "mla.per_head_rows",
+    },
+    "q_latent": {"bmm": "mla.per_head", "bmm_rows": "mla.per_head_rows"},
+    "o_latent": {"bmm": "mla.absorbed", "bmm_rows": "mla.absorbed_rows"},
+    "o_norm": {"sigmoid": "norm.gated_rms_norm", "sigmoid_lanes": "norm.gated_rms_norm"},
+}
 # Algorithms that only move or choose values: what leaves may be as narrow as what arrived.
 MOVING = {"copy", "operand", "gather", "top_k_lowest_id"}
 MIN_ELEMENTS = 32  # fewer values may fit a narrow format by chance
@@ -63,14 +102,19 @@ class Observed:
 
     places: Mapping[str, SiteObservation]
     contradictions: tuple[str, ...]
+    sequence: str
 
     def as_dict(self) -> dict[str, object]:
-        """Layers that observed the same are one entry: "site.phase" with the list of layers."""
+        """Layers that observed the same are one entry: "site.phase" with the list of layers.
+
+        "sequence" is a hash over every operation that ran, with the dtype and shape of its result: it tells apart arms
+        that differ in the size of a chunk or a tile alone.
+        """
         grouped: dict[str, list[tuple[str, dict[str, list[str]]]]] = {}
         for key, seen in self.places.items():
             name, layer = key.split("@")
             grouped.setdefault(name, []).append((layer, seen.as_dict()))
-        return {name: _by_layers(entries) for name, entries in grouped.items()}
+        return {**{name: _by_layers(entries) for name, entries in grouped.items()}, "sequence": self.sequence}
 
     @property
     def hash(self) -> str:
@@ -93,11 +137,14 @@ class _Dispatched(TorchDispatchMode):
         super().__init__()
         self.arithmetic: set[str] = set()
         self.functions: set[str] = set()
+        self.sequence = hashlib.sha256()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         first = out[0] if isinstance(out, tuple | list) and out else out
+        if isinstance(first, Tensor):
+            self.sequence.update(f"{name} {first.dtype} {tuple(first.shape)}\n".encode())
         if name not in MOVES and isinstance(first, Tensor) and first.dtype in FLOATS:
             self.arithmetic.add(f"{name}:{FLOATS[first.dtype].name}")
             caller = _calling_op()
@@ -161,7 +208,7 @@ class ObserveProbe:
 def observe(recipe: Recipe, casts: Casts, prompt: Sequence[int], *, wrap: object = None) -> Observed:
     """Run a prompt and one decoded token under watch, and hold what was seen against the recipe.
 
-    wrap: a probe to put inside the watch (tests plant lies with it).
+    As many rows as the recipe runs together, all of this prompt. wrap: a probe inside the watch, as tests plant lies.
     """
     dispatched = _Dispatched()
     probe = ObserveProbe(dispatched)
@@ -169,8 +216,8 @@ def observe(recipe: Recipe, casts: Casts, prompt: Sequence[int], *, wrap: object
     both = _Both(probe, inner)  # pyright: ignore[reportArgumentType]
     model = Model(casts.checkpoint.config, recipe, Weights(casts, recipe.semantics), probe=both)
     with dispatched:
-        decode.steps(model, [list(prompt)], 2, lambda _, logits: decode.greedy(logits))
-    return Observed(probe.places, tuple(contradictions(recipe, probe.places)))
+        decode.steps(model, [list(prompt)] * recipe.execution.batch, 2, lambda _, logits: decode.greedy(logits))
+    return Observed(probe.places, tuple(contradictions(recipe, probe.places)), dispatched.sequence.hexdigest())
 
 
 class _Both:
@@ -196,32 +243,33 @@ def contradictions(recipe: Recipe, places: Mapping[str, SiteObservation]) -> lis
         if site in INTEGER:
             continue
         rule = recipe.rule(site, int(layer), phase)
-        found += [f"layer {layer} {rule_key(site, phase)}: {line}" for line in _contradicts(rule, seen)]
+        lines = _contradicts(site, rule, seen)
+        joined = recipe.fused_projections and rule.algorithm == "gemm"  # the first of a fused product stands for all
+        if not (seen.arithmetic or joined or rule.algorithm in MOVING):
+            lines.append(f"nothing was computed, declared {rule.algorithm}")
+        found += [f"layer {layer} {rule_key(site, phase)}: {line}" for line in lines]
     return found
 
 
-def _contradicts(rule: Rule, seen: SiteObservation) -> list[str]:
+def _contradicts(site: str, rule: Rule, seen: SiteObservation) -> list[str]:
     lines = []
     storage = {rule.storage.name} if rule.storage else seen.arrives
     if seen.leaves != storage:
         lines.append(f"stored as {_list(seen.leaves)}, declared {_list(storage)}")
     if rule.output and any(DType[v].precision > rule.output.precision for v in seen.values):
         lines.append(f"values are {_list(seen.values)}, declared rounded to {rule.output.name}")
-    if rule.algorithm not in MOVING:
-        lines += _undeclared(rule, seen)
-    return lines
+    return lines + (_lost(rule, seen) if rule.algorithm in MOVING else _undeclared(site, rule, seen))
 
 
-def _undeclared(rule: Rule, seen: SiteObservation) -> list[str]:
+def _undeclared(site: str, rule: Rule, seen: SiteObservation) -> list[str]:
     """Arithmetic in another dtype than declared, or by another function, or values narrower than anything declared."""
     lines = []
     dtypes = {a.rsplit(":", 1)[1] for a in seen.arithmetic}
     if dtypes and rule.accum.name not in dtypes:
         lines.append(f"computed in {_list(dtypes)}, declared {rule.accum.name}")
-    expected = _expected_function(rule)
-    ours = {f for f in seen.functions if f.split(".")[0] == expected.split(".")[0]} if expected else set()
-    if ours and expected not in ours:
-        lines.append(f"ran {_list(ours)}, declared {expected}")
+    expected = expected_function(site, rule)
+    if expected and seen.arithmetic and expected not in seen.functions:
+        lines.append(f"ran {_list(seen.functions)}, declared {expected}")
     floor = rule.output or rule.accum
     narrow = {v for v in seen.values if DType[v].precision < min(floor.precision, rule.accum.precision)}
     if narrow and seen.values == narrow:
@@ -229,17 +277,19 @@ def _undeclared(rule: Rule, seen: SiteObservation) -> list[str]:
     return lines
 
 
-TABLES: tuple[Mapping[str, object], ...] = (kda.CORES, mla.CORES, linear.LINEAR, conv.CONV)
+def _lost(rule: Rule, seen: SiteObservation) -> list[str]:
+    """Values that left a place which only moves them narrower than they arrived, without a declared rounding."""
+    least = min((DType[v].precision for v in seen.arriving_values), default=0)
+    declared = least if rule.output is None else min(least, rule.output.precision)
+    lost = {v for v in seen.values if DType[v].precision < declared}
+    return [f"values fit {_list(lost)} but arrived wider: an undeclared rounding"] if lost else []
 
 
-def _expected_function(rule: Rule) -> str:
-    """Name of the function that the tables give for a rule's algorithm, "" where no table lists it."""
-    for table in TABLES:
-        code: CodeType | None = getattr(table.get(rule.algorithm), "__code__", None)
-        if code is not None:
-            module = getattr(table[rule.algorithm], "__module__", "").rsplit(".", 1)[-1]
-            return f"{module}.{code.co_name}"
-    return ""
+def expected_function(site: str, rule: Rule) -> str:
+    """The function of `variants.ops` that a rule's algorithm is at a site, "" where none of ours is."""
+    if rule.algorithm.startswith("rms_norm"):
+        return "norm.rms_norm"
+    return SITE_FUNCTIONS.get(site, FUNCTIONS).get(rule.algorithm, "")
 
 
 def _list(names: set[str]) -> str:

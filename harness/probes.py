@@ -3,7 +3,7 @@
 Each is a `variants.rounding.Probe`, bound once. None changes a bit of a run unless that is its purpose.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,18 +24,23 @@ def every_place(site: str, layer: int) -> bool:
 class Tap:
     """Keeps the values of the current step at the wanted places, as they leave; the run's bits stay as they were.
 
-    `values` maps (site, layer) to the last value seen there in this step, the tensor itself and not a copy; it is
-    emptied when the next step begins, so memory is bounded by one step.
+    `calls` maps (site, layer) to the values seen there in this step in order (an expert's place is passed once for
+    each expert), `values` to the last of them: the tensors themselves, not copies. Both are emptied when the next step
+    begins, so memory is bounded by one step.
     """
 
     def __init__(self, wanted: Wanted = every_place, *, inner: Probe | None = None) -> None:
         self.wanted, self.inner = wanted, inner or NoProbe()
-        self.values: dict[Place, Tensor] = {}
+        self.calls: dict[Place, list[Tensor]] = {}
         self.step: Step | None = None
+
+    @property
+    def values(self) -> dict[Place, Tensor]:
+        return {place: calls[-1] for place, calls in self.calls.items()}
 
     def begin(self, step: Step) -> None:
         self.inner.begin(step)
-        self.values, self.step = {}, step
+        self.calls, self.step = {}, step
 
     def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
         rounding = self.inner.bind(site, layer, rule, rounding)
@@ -44,7 +49,7 @@ class Tap:
 
         def tap(x: Tensor) -> Tensor:
             y = x if rounding is None else rounding(x)
-            self.values[(site, layer)] = y
+            self.calls.setdefault((site, layer), []).append(y)
             return y
 
         return tap
@@ -113,35 +118,36 @@ class Jitter:
 class Against:
     """Compares each place with another run's value of the same step, and may go on with that value instead.
 
-    theirs(): the other run's values, for instance a `Tap`'s. report(place, mine, other) is called for each place that
-    both have; with `substitute`, the run continues from `other` (exactly, in this run's dtype), so that what is
-    compared at the next place is one operation and nothing upstream: local replay.
+    theirs(): the other run's values of the step in the order of their calls, for instance a `Tap`'s `calls`.
+    report(place, mine, other) is called for each value that both have and says whether it was comparable; with
+    `substitute`, the run continues from a comparable `other` (exactly, in this run's dtype), so that what is compared
+    at the next place is one operation and nothing upstream: local replay.
     """
 
     def __init__(
         self,
-        theirs: Callable[[], dict[Place, Tensor]],
-        report: Callable[[Place, Tensor, Tensor], None],
+        theirs: Callable[[], Mapping[Place, Sequence[Tensor]]],
+        report: Callable[[Place, Tensor, Tensor], bool],
         *,
         substitute: bool = False,
     ) -> None:
         self.theirs, self.report, self.substitute = theirs, report, substitute
-        self.values: dict[Place, Tensor] = {}
+        self.calls: dict[Place, Iterator[Tensor]] = {}
         self.step: Step | None = None
 
     def begin(self, step: Step) -> None:
-        self.values, self.step = self.theirs(), step
+        self.calls = {place: iter(values) for place, values in self.theirs().items()}
+        self.step = step
 
     def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
         place = (site, layer)
 
         def compare(x: Tensor) -> Tensor:
             y = x if rounding is None else rounding(x)
-            other = self.values.get(place)
-            if other is None:
+            other = next(self.calls.get(place, iter(())), None)
+            if other is None or not self.report(place, y, other):
                 return y
-            self.report(place, y, other)
-            return other.to(y.dtype) if self.substitute else y
+            return other.to(device=y.device, dtype=y.dtype) if self.substitute else y
 
         return compare
 

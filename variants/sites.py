@@ -36,6 +36,15 @@ PHASED = ("kda_core", "mla_core", "mla_scores", "mla_probs", "q_l2norm", "k_l2no
 # Integer sites: expert choice is forced or compared, never rounded.
 INTEGER = ("router_ids",)
 
+# Shapes other than [B, T, ...]: one row a token [B * T, ...]; rows of one expert [n, ...]; one row a key [B, L, ...];
+# one value a sequence.
+BY_TOKEN = ("router_in", "router", "router_scores", "router_ids", "router_weights", "expert_out", "routed")
+BY_EXPERT = ("expert_gate_up", "expert_silu", "expert_act", "expert_down_in", "expert_down")
+BY_KEY = ("kv_b_in", "kv_b_proj", "mla_k", "mla_v")
+BY_ROW = ("kda_state", "conv_state", "lm_head", "lm_head_in", "final_norm")
+# Values inside attention: the tiled cores hold unnormalised ones, the dense core normalised.
+INSIDE_ATTENTION = ("mla_scores", "mla_probs")
+
 ALL_SITES = (EMBED, *dict.fromkeys(KDA_SITES + MLA_SITES + DENSE_SITES + MOE_SITES), *HEAD_SITES)
 
 

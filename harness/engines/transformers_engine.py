@@ -20,6 +20,7 @@ from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
 from harness.engines.transformers_load import DTYPES, LoadedModel, load_model, quiet
 from harness.engines.transformers_taps import Recording, record
 from variants.errors import EngineError, InputError, UsageError
+from variants.model_config import ModelConfig
 
 _WIDER = {"bf16": ("bf16", "f32", "f64"), "f16": ("f16", "f32", "f64"), "f32": ("f32", "f64"), "f64": ("f64",)}
 _ISLANDS = "f64, but KDA cores, gates, norms, eager softmax and the router in f32"
@@ -143,7 +144,7 @@ class TransformersEngine:
         )
 
     def _row(self, index: int, prompt: Sequence[int], max_tokens: int, eos: int | None) -> "_Row":
-        row, sequence, ids = _Row(max_tokens), self._sequence(), list(prompt)
+        row, sequence, ids = _Row(max_tokens), self.sequence(), list(prompt)
         with _as_engine_error(f"prompt {index}"):
             for step in range(max_tokens):
                 begun = time.perf_counter()
@@ -157,11 +158,16 @@ class TransformersEngine:
                 ids = [choice.token]
         return row
 
-    def _sequence(self) -> "_Sequence":
-        return _Sequence(self._loaded, self._shapes_run)
+    @property
+    def config(self) -> ModelConfig:
+        return self._loaded.config
+
+    def sequence(self) -> "CachedSequence":
+        """A fresh sequence with its own cache."""
+        return CachedSequence(self._loaded, self._shapes_run)
 
     def _forced_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
-        sequence = self._sequence()
+        sequence = self.sequence()
         yield sequence.advance(list(prompt))
         for token in tokens[:-1]:
             yield sequence.advance([token])
@@ -211,7 +217,7 @@ class TransformersEngine:
         return eos
 
 
-class _Sequence:
+class CachedSequence:
     """One sequence with its cache; `advance` runs some ids and returns the logits after the last of them."""
 
     def __init__(self, loaded: LoadedModel, shapes_run: set[tuple[int, int]]) -> None:
