@@ -29,10 +29,11 @@ FLOATS = {d.torch: d for d in DType}
 # Operations that move values and compute none.
 MOVES = {
     "_to_copy", "copy_", "cat", "stack", "view", "clone", "slice", "select", "index_put_", "zeros", "empty",
-    "new_zeros", "unsqueeze", "squeeze", "expand", "split", "split_with_sizes", "t", "transpose", "permute",
-    "detach", "index", "_unsafe_view", "as_strided", "alias", "fill_", "zero_", "full", "full_like", "new_full",
-    "new_empty", "eye", "arange", "embedding", "unbind", "gather", "masked_fill", "masked_fill_", "where", "tril",
-    "triu", "to", "chunk", "contiguous", "flatten", "unflatten", "take_along_dim", "index_fill", "constant_pad_nd", "reshape", "scalar_tensor", "ones", "_reshape_alias", "lift_fresh",
+    "new_zeros", "unsqueeze", "squeeze", "expand", "split", "split_with_sizes", "t", "transpose", "permute", "detach",
+    "index", "_unsafe_view", "as_strided", "alias", "fill_", "zero_", "full", "full_like", "new_full", "new_empty",
+    "eye", "arange", "embedding", "unbind", "gather", "masked_fill", "masked_fill_", "where", "tril", "triu", "to",
+    "chunk", "contiguous", "flatten", "unflatten", "take_along_dim", "index_fill", "constant_pad_nd", "reshape",
+    "scalar_tensor", "ones", "_reshape_alias", "lift_fresh",
 }  # fmt: skip
 OPS = {m.__name__: m for m in (conv, kda, linear, mla, moe, norm)}
 # The function of ours that each algorithm is, written out: a table that was changed under a name must not vouch for
@@ -102,7 +103,7 @@ class Observed:
 
     places: Mapping[str, SiteObservation]
     contradictions: tuple[str, ...]
-    sequence: str
+    sequence: str = ""
 
     def as_dict(self) -> dict[str, object]:
         """Layers that observed the same are one entry: "site.phase" with the list of layers.
@@ -243,33 +244,31 @@ def contradictions(recipe: Recipe, places: Mapping[str, SiteObservation]) -> lis
         if site in INTEGER:
             continue
         rule = recipe.rule(site, int(layer), phase)
-        lines = _contradicts(site, rule, seen)
-        joined = recipe.fused_projections and rule.algorithm == "gemm"  # the first of a fused product stands for all
-        if not (seen.arithmetic or joined or rule.algorithm in MOVING):
-            lines.append(f"nothing was computed, declared {rule.algorithm}")
+        lines = _contradicts(rule, seen)
+        expected = expected_function(site, rule)
+        joined = recipe.fused_projections and not seen.arithmetic  # the first of a fused product stands for all
+        if expected and expected not in seen.functions and not joined:
+            lines.append(f"ran {_list(seen.functions)}, declared {expected}")
         found += [f"layer {layer} {rule_key(site, phase)}: {line}" for line in lines]
     return found
 
 
-def _contradicts(site: str, rule: Rule, seen: SiteObservation) -> list[str]:
+def _contradicts(rule: Rule, seen: SiteObservation) -> list[str]:
     lines = []
     storage = {rule.storage.name} if rule.storage else seen.arrives
     if seen.leaves != storage:
         lines.append(f"stored as {_list(seen.leaves)}, declared {_list(storage)}")
     if rule.output and any(DType[v].precision > rule.output.precision for v in seen.values):
         lines.append(f"values are {_list(seen.values)}, declared rounded to {rule.output.name}")
-    return lines + (_lost(rule, seen) if rule.algorithm in MOVING else _undeclared(site, rule, seen))
+    return lines + (_lost(rule, seen) if rule.algorithm in MOVING else _undeclared(rule, seen))
 
 
-def _undeclared(site: str, rule: Rule, seen: SiteObservation) -> list[str]:
-    """Arithmetic in another dtype than declared, or by another function, or values narrower than anything declared."""
+def _undeclared(rule: Rule, seen: SiteObservation) -> list[str]:
+    """Arithmetic in another dtype than declared, or values narrower than anything declared."""
     lines = []
     dtypes = {a.rsplit(":", 1)[1] for a in seen.arithmetic}
     if dtypes and rule.accum.name not in dtypes:
         lines.append(f"computed in {_list(dtypes)}, declared {rule.accum.name}")
-    expected = expected_function(site, rule)
-    if expected and seen.arithmetic and expected not in seen.functions:
-        lines.append(f"ran {_list(seen.functions)}, declared {expected}")
     floor = rule.output or rule.accum
     narrow = {v for v in seen.values if DType[v].precision < min(floor.precision, rule.accum.precision)}
     if narrow and seen.values == narrow:

@@ -7,8 +7,6 @@ A setting that would have no effect is refused, so that a name never promises wh
 from dataclasses import dataclass, field
 from enum import Enum
 
-from variants.errors import UsageError
-
 
 class Stream(Enum):
     """The residual stream. `bf16`: the buffers are bf16. `bf16_in_place`: float32 buffers rounded at every store."""
@@ -238,54 +236,6 @@ class Variant:
     override: dict[str, SiteOverride] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        from variants.axes_check import check  # it reads the Enums above
+
         check(self)
-
-
-def check(v: Variant) -> None:
-    """Refuse a combination in which a setting has no effect or cannot run; raises UsageError."""
-    cores = (v.kda.prefill, v.kda.decode)
-    mla = (v.mla.prefill, v.mla.decode)
-    flash = {MlaCore.flash, MlaCore.absorbed}
-    recompute = v.execution.mode is Execution.recompute
-    one_dtype = v.gemm in (Gemm.bf16, Gemm.f16) or v.stream is Stream.bf16
-    _refuse(
-        v.kda.chunk_size != 64 and KdaCore.chunk not in cores, f"kda.chunk_size={v.kda.chunk_size}", "no chunk core"
-    )
-    _refuse(v.mla.tile_q != 128 and MlaCore.flash not in mla, f"mla.tile_q={v.mla.tile_q}", "no flash core")
-    _refuse(v.mla.tile_k != 128 and not flash & set(mla), f"mla.tile_k={v.mla.tile_k}", "no flash or absorbed core")
-    _refuse(
-        v.mla.kv_splits != 1 and MlaCore.absorbed not in mla, f"mla.kv_splits={v.mla.kv_splits}", "no absorbed core"
-    )
-    _refuse(
-        v.mla.cache is KvCache.expanded and (recompute or MlaCore.absorbed in mla),
-        "mla.cache=expanded",
-        "recompute carries no cache and the absorbed core reads the latent",
-    )
-    _refuse(v.mla.decode is MlaCore.flash, "mla.decode=flash", "flash tiles queries; use absorbed with kv_splits")
-    _refuse(
-        recompute and (v.kda.decode, v.mla.decode) != (v.kda.prefill, v.mla.prefill),
-        "kda.decode or mla.decode unlike prefill",
-        "execution.mode=recompute never decodes; set both alike",
-    )
-    _refuse(
-        recompute and v.execution.prefill_piece != 0, "execution.prefill_piece", "recompute passes the prefix whole"
-    )
-    _refuse(v.elementwise.swiglu is Order.stepwise and not one_dtype, "elementwise.swiglu=stepwise", "no narrow dtype")
-    _refuse(v.batch_invariant and v.fused_projections, "fused_projections", "batch_invariant names one order for each")
-    sizes = {
-        "kda.chunk_size": v.kda.chunk_size,
-        "mla.tile_q": v.mla.tile_q,
-        "mla.tile_k": v.mla.tile_k,
-        "mla.kv_splits": v.mla.kv_splits,
-        "execution.batch": v.execution.batch,
-    }
-    for name, value in sizes.items():
-        _refuse(value < 1, f"{name}={value}", "it must be at least 1")
-    _refuse(v.execution.prefill_piece < 0, f"execution.prefill_piece={v.execution.prefill_piece}", "0 means whole")
-
-
-def _refuse(bad: bool, setting: str, why: str) -> None:
-    if bad:
-        raise UsageError(
-            f"variant: {setting} has no effect or cannot run: {why}; remove it or change the other setting"
-        )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from variants.dtypes import DType
+from variants.dtypes import DType, round_to
 from variants.model_config import ModelConfig
 from variants.ops.linear import LINEAR
 from variants.recipe import Recipe, Rule
@@ -48,35 +48,44 @@ class Binder:
 
     def linear(self, site: str, name: str) -> Linear:
         """A product with the layer's weight `name`; the operand is brought to the dtype that the product runs in."""
-        return self.product(site, self.weights.get(f"model.layers.{self.layer}.{name}.weight", self.rule(site).accum))
+        rule, full = self.rule(site), f"model.layers.{self.layer}.{name}.weight"
+        return self.product(site, self.weights.get(full, rule.accum, operand=rule.input))
 
     def product(self, site: str, weight: Tensor) -> Linear:
         rule = self.rule(site)
-        accum, multiply, rounding = rule.accum, LINEAR[rule.algorithm], self.maybe(site, rule.accum)
+        multiply, operand, rounding = LINEAR[rule.algorithm], _operand(rule), self.maybe(site, rule.accum)
         if rounding is None:
-            return lambda x: multiply(pinned(x, accum), weight)
-        return lambda x: rounding(multiply(pinned(x, accum), weight))
+            return lambda x: multiply(operand(x), weight)
+        return lambda x: rounding(multiply(operand(x), weight))
 
     def linears(self, **names: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """Several products of one operand, site=name; one fused product where the recipe fuses projections."""
-        if not self.recipe.fused_projections or len({self.rule(s).accum for s in names}) > 1:
+        if not self.recipe.fused_projections or len({(self.rule(s).accum, self.rule(s).input) for s in names}) > 1:
             each = [self.linear(site, name) for site, name in names.items()]
             return lambda x: tuple(f(x) for f in each)
-        accum = self.rule(next(iter(names))).accum
+        rule = self.rule(next(iter(names)))
         full = tuple(f"model.layers.{self.layer}.{name}.weight" for name in names.values())
-        weight = self.weights.cat(full, accum)
-        sizes = [self.weights.get(n, accum).shape[0] for n in full]
-        multiply = LINEAR[self.rule(next(iter(names))).algorithm]
-        rounding = [self.maybe(site, accum) for site in names]
+        weight = self.weights.cat(full, rule.accum, operand=rule.input)
+        sizes = [self.weights.casts.checkpoint.tensors[n].shape[0] for n in full]
+        multiply, operand = LINEAR[rule.algorithm], _operand(rule)
+        rounding = [self.maybe(site, rule.accum) for site in names]
 
         def fused(x: Tensor) -> tuple[Tensor, ...]:
-            parts = multiply(pinned(x, accum), weight).split(sizes, -1)
+            parts = multiply(operand(x), weight).split(sizes, -1)
             return tuple(p if r is None else r(p) for p, r in zip(parts, rounding, strict=True))
 
         return fused
 
     def on(self, layer: int) -> "Binder":
         return replace(self, layer=layer)
+
+
+def _operand(rule: Rule) -> RoundAt:
+    """What a product reads: the operand in the dtype that the product runs in, through a narrower declared format."""
+    accum, narrow = rule.accum, rule.input
+    if narrow is None or narrow.precision >= accum.precision:
+        return lambda x: pinned(x, accum)
+    return lambda x: pinned(x if x.dtype == narrow.torch else round_to(x, narrow), accum)
 
 
 def _same(x: Tensor) -> Tensor:

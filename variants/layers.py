@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from variants.binding import Binder
+from variants.dtypes import store_as
 from variants.ops import kda, mla
 from variants.ops.conv import CONV, next_state
 from variants.ops.norm import SIGMOID, SILU, gated_rms_norm, rms_norm
@@ -27,7 +28,7 @@ class Norm:
         self.source = rule.algorithm.removeprefix("rms_norm_").removesuffix("_twice")
         store = rule.storage
         if self.between is not None and store is not None:
-            self.between = lambda y: y.to(store.torch)
+            self.between = lambda y: store_as(y, store)
 
     def __call__(self, stored: Tensor, unrounded: Tensor) -> Tensor:
         variance_of = stored if self.source == "stored" else unrounded
@@ -125,16 +126,17 @@ class KdaBlock:
         q = self.round_q(kda.l2norm(pinned(q, self.norm_dtype)))
         k = self.round_k(kda.l2norm(pinned(k, self.norm_dtype)))
         v = self.round_v(v)
-        if batch.real is not None:  # a token that is not real neither writes nor decays
-            real = batch.real[..., None, None]
-            k, v, g = k * real, v * real, g * real
-            beta = beta * batch.real[..., None]
+        if batch.real is not None:  # a token that is not real neither writes nor decays, even where it is not finite
+            pad = ~batch.real[..., None]
+            k, v, g = (y.masked_fill(pad.unsqueeze(-1), 0) for y in (k, v, g))
+            beta = beta.masked_fill(pad, 0)
         carried = state.recurrent[self.layer][batch.index]
         home = q.device
         q, k, v, g, beta, carried = (self._to_core(y) for y in (q, k, v, g, beta, carried))
         o, carried = self.core(q * self.scale, k, v, g, beta, carried, **self.options)
+        o = self.round_core(o).to(home)
         put(state.recurrent, self.layer, batch, self.round_carry(carried).to(home))
-        return self.round_core(o).to(home)
+        return o
 
     def _to_core(self, x: Tensor) -> Tensor:
         return pinned(x.cpu() if self.island else x, self.accum)
@@ -154,7 +156,7 @@ class MlaBlock:
         self.round_norm, self.round_cache = b.at("kv_a_norm"), b.at("kv_cache")
         store = self.norm_rule.storage
         twice = self.norm_rule.algorithm.endswith("_twice") and store is not None
-        self.between = (lambda y: y.to(store.torch)) if twice and store else None
+        self.between = (lambda y: store_as(y, store)) if twice and store else None
         self.kv_b_in, self.kv_b = b.at("kv_b_in"), b.linear("kv_b_proj", "self_attn.kv_b_proj")
         self.round_q, self.round_k, self.round_v = b.at("mla_q"), b.at("mla_k"), b.at("mla_v")
         self._bind_core(b)
@@ -164,12 +166,14 @@ class MlaBlock:
         rule = b.rule("mla_core")
         self.accum, self.options = rule.accum, dict(rule.options)
         self.island = rule.algorithm in mla.ISLANDS
-        self.attend = self._absorbed if rule.algorithm == "absorbed" else self._expanded
-        self.core = mla.CORES.get(rule.algorithm, mla.dense)
+        latent = rule.algorithm in mla.LATENT_CORES
+        self.attend = self._absorbed if latent else self._expanded
+        self.core = (mla.LATENT_CORES if latent else mla.CORES)[rule.algorithm]
         self.hooks = b.hooks("mla_scores", "mla_probs")
         self.round_core = b.at("mla_core", self.accum)
         self.round_q_latent, self.round_o_latent = b.at("q_latent"), b.at("o_latent")
         self.latent_accum = b.rule("q_latent").accum
+        self.absorb, self.expand_out = (mla.PER_HEAD[b.rule(s).algorithm] for s in ("q_latent", "o_latent"))
         weight = b.parameter("self_attn.kv_b_proj.weight", "q_latent")
         c = b.config
         self.w_k, self.w_v = weight.view(c.num_heads, -1, c.kv_lora_rank).split([c.qk_nope_head_dim, c.v_head_dim], 1)
@@ -180,7 +184,7 @@ class MlaBlock:
         latent, k_pe = kv.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
         accum = self.norm_rule.accum
         latent = self.round_norm(rms_norm(pinned(latent, accum), self.norm_weight, self.eps, between=self.between))
-        fresh = self.round_cache(torch.cat([latent, k_pe.to(latent.dtype)], -1))
+        fresh = self.round_cache(torch.cat([latent, k_pe], -1))  # in the wider dtype of the two
         append(state.latent[self.layer], batch, fresh)
         o = self.attend(q, fresh, batch, state)
         return self.o_proj(self.o_in(o.flatten(-2)))
@@ -216,12 +220,12 @@ class MlaBlock:
         c, accum = self.config, self.latent_accum
         q = self.round_q(q)
         nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
-        q_latent = torch.einsum("bthn,hnr->bthr", pinned(nope, accum), self.w_k)
+        q_latent = self.absorb(pinned(nope, accum), self.w_k)
         q_latent = pinned(self.round_q_latent(q_latent), self.accum)
         latent = pinned(state.latent[self.layer][batch.index, : batch.end], self.accum)
-        o = mla.absorbed(q_latent, pinned(q_pe, self.accum), latent, batch.positions, scale=self.scale,
-                         rank=c.kv_lora_rank, at=self.hooks, **self.options)  # fmt: skip
-        o = torch.einsum("bthr,hvr->bthv", pinned(self.round_o_latent(o), accum), self.w_v)
+        o = self.core(q_latent, pinned(q_pe, self.accum), latent, batch.positions, scale=self.scale,
+                      rank=c.kv_lora_rank, at=self.hooks, **self.options)  # fmt: skip
+        o = self.expand_out(pinned(self.round_o_latent(o), accum), self.w_v.transpose(1, 2))
         return self.round_core(o)
 
     def _to_core(self, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from variants.binding import Binder
+from variants.dtypes import round_to
 from variants.ops import moe
 from variants.ops.norm import SIGMOID, SILU
 from variants.rounding import pinned
@@ -52,8 +53,8 @@ class MoeBlock:
 
     def _bind_experts(self, b: Binder, name: str) -> None:
         up, down, count = b.rule("expert_gate_up"), b.rule("expert_down"), b.config.num_experts
-        w13 = b.weights.experts(name, ("w1", "w3"), count, up.accum)
-        w2 = b.weights.experts(name, ("w2",), count, down.accum)
+        w13 = b.weights.experts(name, ("w1", "w3"), count, up.accum, operand=up.input)
+        w2 = b.weights.experts(name, ("w2",), count, down.accum, operand=down.input)
         self.up = [b.product("expert_gate_up", w) for w in w13]
         self.down = [b.product("expert_down", w) for w in w2]
         self.act_accum, self.silu = b.rule("expert_act").accum, SILU[b.rule("expert_silu").algorithm]
@@ -62,10 +63,8 @@ class MoeBlock:
         self.out_accum, self.round_out = b.rule("expert_out").accum, b.at("expert_out", b.rule("expert_out").accum)
         routed = b.rule("routed")
         self.sum, self.round_routed = moe.SUM[routed.algorithm], b.at("routed", routed.accum)
-        rounding = b.rule("routed").output
-        self.round_each = (
-            (lambda y: y.to(rounding.torch).to(y.dtype)) if routed.option("round_each") and rounding else None
-        )
+        rounding = routed.output
+        self.round_each = (lambda y: round_to(y, rounding)) if routed.option("round_each") and rounding else None
 
     def __call__(self, x: Tensor) -> Tensor:
         ids, weights = self._route(x.flatten(0, 1))
@@ -78,6 +77,7 @@ class MoeBlock:
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.round_scores(self.sigmoid(pinned(self.logits(self.router_in(x)), self.score_accum)))
+        scores = pinned(scores, self.score_accum)
         ids = self.round_ids(moe.top_k_lowest_id(scores + self.bias, self.config.experts_per_token))
         chosen = scores.gather(-1, ids)
         return ids, self.round_weights(self.weigh(chosen, self.config.routed_scaling_factor, self.config.renormalize))

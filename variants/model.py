@@ -45,7 +45,8 @@ class Phase:
         head = b.on(config.num_layers)
         self.final_norm = Norm(head, "final_norm", "model.norm.weight", config.rms_norm_eps)
         self.head_in = head.at("lm_head_in")
-        self.head = head.product("lm_head", b.weights.get("lm_head.weight", head.rule("lm_head").accum))
+        rule = head.rule("lm_head")
+        self.head = head.product("lm_head", b.weights.get("lm_head.weight", rule.accum, operand=rule.input))
 
     def __call__(self, tokens: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
         """Residual stream after the last layer, as stored and unrounded: tokens [B, T] -> two of [B, T, D]."""

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from variants.axes import Execution, ExecutionAxes, KvNormEps, Param, Variant
 from variants.dtypes import DType
-from variants.errors import UsageError
 from variants.model_config import ModelConfig
-from variants.sites import places, rule_key
+from variants.sites import rule_key
 
 Place = tuple[str, int]
 
@@ -142,14 +141,15 @@ def _walk(path: str, a: object, b: object) -> Iterable[dict[str, object]]:
 
 
 def resolve(variant: Variant, config: ModelConfig) -> Recipe:
-    """Bind a variant to a model's geometry; raises UsageError for an override that names no site of this model."""
+    """Bind a variant to a model's geometry; raises UsageError for an override without a site or without effect."""
     from variants.rules import build_rules
+    from variants.site_overrides import exceptions
 
     rules = build_rules(variant, config)
     return Recipe(
         rules=rules,
         execution=variant.execution,
-        exceptions=_overrides(variant, config, rules),
+        exceptions=exceptions(variant, config, rules),
         semantics=_semantics(variant),
         expanded_cache=variant.mla.cache.name == "expanded",
         fused_projections=variant.fused_projections,
@@ -164,30 +164,6 @@ def _semantics(variant: Variant) -> Semantics:
         kv_eps=1e-6 if variant.norm.kv_eps is KvNormEps.eps_1e6 else None,
         bf16_params=frozenset(name for name, choice in named.items() if choice is Param.bf16),
     )
-
-
-def _overrides(variant: Variant, config: ModelConfig, rules: Mapping[str, Rule]) -> dict[tuple[str, int], Rule]:
-    """Exceptions from `variant.override`; its key is a site or "site.phase"."""
-    exceptions = {}
-    for key, change in variant.override.items():
-        layers = [layer for site, layer in places(config) if key in (site, f"{site}.prefill", f"{site}.decode")]
-        keys = [k for k in rules if k == key or k.startswith(f"{key}.")]
-        chosen = [n for n in layers if not change.layers or n in change.layers]
-        if not keys or not chosen:
-            raise UsageError(f"variant.override: no site {key!r} in layers {list(change.layers) or 'of this model'}")
-        for k in keys:
-            for layer in chosen:
-                exceptions[(k, layer)] = _overridden(rules[k], change.output.name, change.input.name)
-    return exceptions
-
-
-def _overridden(rule: Rule, output: str, operand: str) -> Rule:
-    changes = {}
-    if output != "keep":
-        changes |= {"output": DType[output], "storage": DType[output]}
-    if operand != "keep":
-        changes |= {"input": DType[operand]}
-    return replace(rule, **changes)
 
 
 def is_incremental(recipe: Recipe) -> bool:

@@ -70,7 +70,16 @@ class Formats:
 
     @property
     def gemm(self) -> tuple[DType, DType, DType]:
-        return GEMM[self.variant.gemm]
+        """Operand, accumulation and output of products; wider sums than elementwise arithmetic end in its format."""
+        return self._within(GEMM[self.variant.gemm])
+
+    @property
+    def router(self) -> tuple[DType, DType, DType]:
+        return self._within(ROUTER[self.variant.moe.router])
+
+    def _within(self, formats: tuple[DType, DType, DType]) -> tuple[DType, DType, DType]:
+        operand, accum, output = formats
+        return operand, accum, min(output, self.compute, key=lambda d: d.precision)
 
     @property
     def activation(self) -> DType:
@@ -185,14 +194,15 @@ def _mla_rules(f: Formats) -> dict[str, Rule]:
     inputs = f.stored(mla.inputs)
     narrow = f.activation if f.activation.precision < DType.f32.precision else None
     cores = (("prefill", mla.prefill), ("decode", mla.decode))
+    bmm = "bmm_rows" if f.variant.batch_invariant else "bmm"
     return {
         "kv_a_norm": _out(f.activation, f.compute, algorithm=_kv_norm(f)),
         "kv_cache": _out(f.stored(mla.kv_cache), f.compute, algorithm="copy"),
         **{s: _out(inputs, f.compute, algorithm="copy") for s in ("mla_q", "mla_k", "mla_v")},
-        "q_latent": _out(narrow, f.gemm[1], algorithm="bmm"),
+        "q_latent": _out(narrow, f.gemm[1], algorithm=bmm),
         **{f"mla_scores.{p}": _out(None, MLA_ACCUM[c] or f.compute, algorithm="inner") for p, c in cores},
         **{f"mla_probs.{p}": _softmax(f, c) for p, c in cores},
-        "o_latent": _out(narrow, f.compute, algorithm="bmm"),
+        "o_latent": _out(narrow, f.compute, algorithm=bmm),
         "mla_core.prefill": _mla_core(f, mla.prefill),
         "mla_core.decode": _mla_core(f, mla.decode),
     }
@@ -217,7 +227,7 @@ def _mla_core(f: Formats, core: MlaCore) -> Rule:
         MlaCore.online_f32: (("tile_q", 1), ("tile_k", 1)),
     }
     options, name = sizes.get(core, ()), core.name
-    if f.variant.batch_invariant and core is not MlaCore.absorbed:
+    if f.variant.batch_invariant:
         name, options = f"{core.name}_rows", options or (("tile_q", 1), ("tile_k", INVARIANT_TILE))
     output = f.stored(mla.outputs, f.activation)
     return _out(output, MLA_ACCUM[core] or f.compute, algorithm=name, options=options)
@@ -236,7 +246,7 @@ def _mlp_rules(f: Formats) -> dict[str, Rule]:
 
 def _moe_rules(f: Formats) -> dict[str, Rule]:
     moe = f.variant.moe
-    operand, accum, output = ROUTER[moe.router]
+    operand, accum, output = f.router
     step = f.activation if f.variant.elementwise.swiglu is Order.stepwise else None
     narrow = f.activation if f.activation.precision < DType.f32.precision else None
     values = STREAM[f.variant.stream][0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from variants.dtypes import DType
+from variants.dtypes import DType, widest
 from variants.errors import UsageError
 from variants.model_config import LayerKind, ModelConfig
 from variants.recipe import Recipe, Rule
@@ -64,28 +64,35 @@ class State:
 
     def _add_kda(self, c: ModelConfig, recipe: Recipe, layer: int, slots: int, device: str) -> None:
         channels = c.kda_num_heads * (2 * c.kda_head_dim + c.kda_v_head_dim)
-        conv = _storage(recipe.rule("conv_state", layer), recipe.rule("q_proj", layer))
+        made = [_made(recipe.rule(site, layer)) for site in ("q_proj", "k_proj", "v_proj")]
+        conv = recipe.rule("conv_state", layer).storage or widest(*made)
         self.conv[layer] = torch.zeros(slots, c.conv_size - 1, channels, dtype=conv.torch, device=device)
-        carried = _storage(recipe.rule("kda_state", layer), recipe.rule("kda_core", layer, "decode"))
+        cores = [recipe.rule("kda_core", layer, phase).accum for phase in ("prefill", "decode")]
+        carried = recipe.rule("kda_state", layer).storage or widest(*cores)  # kept: as the cores compute it
         shape = (slots, c.kda_num_heads, c.kda_head_dim, c.kda_v_head_dim)
         self.recurrent[layer] = torch.zeros(shape, dtype=carried.torch, device=device)
 
     def _add_mla(self, c: ModelConfig, recipe: Recipe, layer: int, slots: int, device: str) -> None:
-        dtype = _storage(recipe.rule("kv_cache", layer), recipe.rule("kv_a_norm", layer))
+        made = [_made(recipe.rule(site, layer)) for site in ("kv_a_norm", "kv_a_proj")]
+        dtype = recipe.rule("kv_cache", layer).storage or widest(*made)
         width = c.kv_lora_rank + c.qk_rope_head_dim
         self.latent[layer] = torch.zeros(slots, self.max_len, width, dtype=dtype.torch, device=device)
         if recipe.expanded_cache:
-            kv = _storage(recipe.rule("mla_k", layer), recipe.rule("kv_b_proj", layer)).torch
+            expanded = recipe.rule("kv_b_proj", layer)
+            k, v = (recipe.rule(site, layer).storage or _made(expanded) for site in ("mla_k", "mla_v"))
             keys = (slots, self.max_len, c.num_heads, c.qk_head_dim)
-            self.keys[layer] = torch.zeros(keys, dtype=kv, device=device)
-            self.values[layer] = torch.zeros(*keys[:3], c.v_head_dim, dtype=kv, device=device)
+            self.keys[layer] = torch.zeros(keys, dtype=k.torch, device=device)
+            self.values[layer] = torch.zeros(*keys[:3], c.v_head_dim, dtype=v.torch, device=device)
 
     def batch(self, slots: Sequence[int], lengths: Sequence[int], width: int, device: str = "cpu") -> Batch:
         """The rows of one step: `lengths` real tokens each in rows of `width`; refuses a slot that would overflow."""
-        starts = tuple(self.length[s] for s in slots)
-        if max(s + n for s, n in zip(starts, lengths, strict=True)) > self.max_len:
-            raise UsageError(f"a sequence of {max(starts) + width} tokens does not fit max_len={self.max_len}")
         assert len(set(slots)) == len(slots), "a slot stands in one row only"
+        assert all(0 <= s < len(self.length) for s in slots), "a row without a slot must not run: it would write to one"
+        assert all(1 <= n <= width for n in lengths), "each row has at least one real token and fits the batch"
+        starts = tuple(self.length[s] for s in slots)
+        longest = max(s + n for s, n in zip(starts, lengths, strict=True))
+        if longest > self.max_len:
+            raise UsageError(f"a sequence of {longest} tokens does not fit max_len={self.max_len}")
         index = slice(slots[0], slots[0] + len(slots)) if _contiguous(slots) else torch.tensor(slots, device=device)
         span = torch.arange(width, device=device)
         positions = torch.tensor(starts, device=device).unsqueeze(1) + span
@@ -99,11 +106,16 @@ class State:
 
     @torch.inference_mode()
     def reset(self, slots: Sequence[int]) -> None:
-        """Make slots ready for new sequences: what is carried is zeroed, caches are forgotten by their length."""
+        """Make slots ready for new sequences: all that they hold is zeroed, for a masked key still counts 0 times its
+        value, and 0 times what is not finite is NaN. What a probe took of a carried value is left as it was."""
+        for cache in (*self.latent.values(), *self.keys.values(), *self.values.values()):
+            for slot in slots:
+                cache[slot, : self.length[slot]] = 0
+        for store in (self.conv, self.recurrent):
+            for layer, carried in store.items():
+                store[layer] = carried.index_fill(0, torch.tensor(list(slots), device=carried.device), 0)
         for slot in slots:
             self.length[slot] = 0
-        for carried in (*self.conv.values(), *self.recurrent.values()):
-            carried[list(slots)] = 0
 
 
 def put(store: dict[int, Tensor], layer: int, batch: Batch, value: Tensor) -> None:
@@ -125,6 +137,6 @@ def append(store: Tensor, batch: Batch, value: Tensor) -> None:
     store[slots[keep], batch.positions[keep]] = value[keep].to(store.dtype)
 
 
-def _storage(rule: Rule, producer: Rule) -> DType:
-    """The dtype a carried value is kept in: the rule's storage, or what the operation before it gives."""
-    return rule.storage or producer.storage or producer.accum
+def _made(rule: Rule) -> DType:
+    """The dtype of what a site gives: its storage, or as it was computed."""
+    return rule.storage or rule.accum

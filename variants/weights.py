@@ -6,35 +6,38 @@ import torch
 from torch import Tensor
 
 from variants.checkpoint import Checkpoint
-from variants.dtypes import DType, round_to
+from variants.dtypes import DType, dtype_of, round_to, store_as, widest
 from variants.recipe import Semantics
 
 Patch = Callable[[str, Tensor], Tensor]
 
 
 class Casts:
-    """Cache of a checkpoint's tensors by (name, dtype, device), least recently made dropped beyond a budget."""
+    """A checkpoint's tensors in the dtypes that were asked for, each made once and kept until `drop`."""
 
     def __init__(self, checkpoint: Checkpoint, *, device: str = "cpu") -> None:
         self.checkpoint = checkpoint
         self.device = device
         self._made: dict[tuple[object, ...], Tensor] = {}
 
-    def cast(self, names: tuple[str, ...], dtype: DType, rounded: bool) -> Tensor:
-        """The named tensors stacked along their first dimension, in `dtype`; rounded to bf16 first when asked."""
-        key = (names, dtype, rounded)
+    def cast(self, names: tuple[str, ...], dtype: DType, through: tuple[DType, ...] = ()) -> Tensor:
+        """The named tensors stacked along their first dimension, in `dtype`.
+
+        through: formats that the values are rounded to before, in order (ties_to_even); one that holds them as they
+        are stored changes nothing and makes no copy of its own.
+        """
+        tensors = [self.checkpoint.tensors[n] for n in names]
+        stored = widest(*map(dtype_of, tensors))
+        through = tuple(f for f in through if f.precision < stored.precision)
+        key = (names, dtype, through)
         if key not in self._made:
-            parts = [self.checkpoint.tensors[n].to(self.device) for n in names]
-            if rounded:
-                parts = [round_to(p, DType.bf16) for p in parts]
-            self._made[key] = (
-                torch.cat([p.to(dtype.torch) for p in parts]) if len(parts) > 1 else parts[0].to(dtype.torch)
-            )
+            parts = [store_as(_rounded(t.to(self.device), through), dtype) for t in tensors]
+            self._made[key] = torch.cat(parts) if len(parts) > 1 else parts[0]
         return self._made[key]
 
-    def stack(self, names: tuple[str, ...], dtype: DType, make: Callable[[], Tensor]) -> Tensor:
+    def stack(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
         """A tensor derived from several parameters (the experts of a layer), kept like a cast."""
-        key = ("stack", names, dtype)
+        key = ("stack", *key)
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -57,33 +60,43 @@ class Weights:
         self.semantics = semantics
         self.patch = patch
 
-    def _rounded(self, name: str) -> bool:
-        kinds = self.semantics.bf16_params
-        leaf = name.rsplit(".", 1)[-1]
-        return leaf in kinds
+    def _through(self, name: str, operand: DType | None) -> tuple[DType, ...]:
+        """Formats that a parameter passes on its way: that of its declared rounding, then that of the operand."""
+        declared = (DType.bf16,) if name.rsplit(".", 1)[-1] in self.semantics.bf16_params else ()
+        return declared if operand is None else (*declared, operand)
 
-    def get(self, name: str, dtype: DType) -> Tensor:
-        return self.cat((name,), dtype)
+    def get(self, name: str, dtype: DType, *, operand: DType | None = None) -> Tensor:
+        """A parameter in `dtype`; operand: the format that a product reads it in, where that is narrower."""
+        return self.cat((name,), dtype, operand=operand)
 
-    def cat(self, names: tuple[str, ...], dtype: DType) -> Tensor:
+    def cat(self, names: tuple[str, ...], dtype: DType, *, operand: DType | None = None) -> Tensor:
         """Rows of several weights as one, [sum N, K]."""
         if self.patch is None:
-            return self.casts.cast(names, dtype, self._rounded(names[0]))
-        parts = []
-        for name in names:
-            base = self.casts.cast((name,), DType.f64, self._rounded(name))
-            patched = self.patch(name, base)
-            parts.append(
-                self.casts.cast((name,), dtype, self._rounded(name)) if patched is base else patched.to(dtype.torch)
-            )
+            return self.casts.cast(names, dtype, self._through(names[0], operand))
+        parts = [self._patched(self.patch, name, dtype, operand) for name in names]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def experts(self, prefix: str, leaves: tuple[str, ...], count: int, dtype: DType) -> Tensor:
+    def _patched(self, patch: Patch, name: str, dtype: DType, operand: DType | None) -> Tensor:
+        base = self.casts.cast((name,), DType.f64, self._through(name, None))
+        patched = patch(name, base)
+        if patched is base:
+            return self.casts.cast((name,), dtype, self._through(name, operand))
+        return store_as(patched if operand is None else round_to(patched, operand), dtype)
+
+    def experts(
+        self, prefix: str, leaves: tuple[str, ...], count: int, dtype: DType, *, operand: DType | None = None
+    ) -> Tensor:
         """The experts of a layer as [E, sum N, K]; `leaves` are stacked within each expert."""
         names = [tuple(f"{prefix}.experts.{e}.{leaf}.weight" for leaf in leaves) for e in range(count)]
-        flat = tuple(n for group in names for n in group)
 
         def make() -> Tensor:
-            return torch.stack([self.cat(group, dtype) for group in names])
+            return torch.stack([self.cat(group, dtype, operand=operand) for group in names])
 
-        return make() if self.patch is not None else self.casts.stack(flat, dtype, make)
+        key = (prefix, leaves, dtype, self._through("weight", operand))
+        return make() if self.patch is not None else self.casts.stack(key, make)
+
+
+def _rounded(x: Tensor, through: tuple[DType, ...]) -> Tensor:
+    for dtype in through:
+        x = round_to(x, dtype)
+    return x

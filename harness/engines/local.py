@@ -85,6 +85,7 @@ class LocalEngine:
 
     def generate(self, prompts: Prompts, max_tokens: int, *, stop_at_eos: bool = False) -> Generation:
         """Greedy tokens, lowest id on ties; rows of `execution.batch` prompts run together."""
+        self._check(prompts, "prompt")
         rows = _Rows(self, prompts, max_tokens, self._eos(stop_at_eos))
         with policy(self.device, tf32=self.recipe.tf32):
             for start in range(0, len(prompts), self.recipe.execution.batch):
@@ -93,6 +94,7 @@ class LocalEngine:
 
     def score(self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20, full_logits: bool = False) -> Scored:
         """Teacher-forced through the decode path: prompt prefilled, each token forced."""
+        self._check_pairs(prompts, continuations)
         table = self._table(continuations, top_k, full_logits)
         with policy(self.device, tf32=self.recipe.tf32):
             for start in range(0, len(prompts), self.recipe.execution.batch):
@@ -105,6 +107,7 @@ class LocalEngine:
         self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20, full_logits: bool = False
     ) -> Scored:
         """Teacher-forced in one pass over prompt and tokens: the prefill's arithmetic at every position."""
+        self._check_pairs(prompts, continuations)
         table = self._table(continuations, top_k, full_logits)
         with policy(self.device, tf32=self.recipe.tf32):
             for i, (p, c) in enumerate(zip(prompts, continuations, strict=True)):
@@ -115,6 +118,22 @@ class LocalEngine:
     def _table(self, continuations: Prompts, top_k: int, full: bool) -> ScoreTable:
         vocab = self.casts.checkpoint.config.vocab_size
         return ScoreTable(continuations, vocab, top_k=top_k, logits_dtype=np.float64 if full else None)
+
+    def _check_pairs(self, prompts: Prompts, continuations: Prompts) -> None:
+        if len(prompts) != len(continuations):
+            raise UsageError(f"score: got {len(continuations)} continuations for {len(prompts)} prompts")
+        self._check(prompts, "prompt")
+        self._check(continuations, "continuation")
+
+    def _check(self, rows: Prompts, what: str) -> None:
+        vocab = self.casts.checkpoint.config.vocab_size
+        if not len(rows):
+            raise InputError(f"got no {what}s, expected one or more")
+        for index, ids in enumerate(rows):
+            if not len(ids):
+                raise InputError(f"{what} {index} is empty; expected one token or more")
+            if not all(0 <= token < vocab for token in ids):
+                raise InputError(f"{what} {index} holds an id outside 0..{vocab - 1}: another tokenizer made it")
 
     def _eos(self, stop: bool) -> int | None:
         eos = self.casts.checkpoint.config.eos_token_id
@@ -134,10 +153,8 @@ class _Rows:
     """The arrays of a `Generation`, filled batch by batch."""
 
     def __init__(self, engine: LocalEngine, prompts: Prompts, max_tokens: int, eos: int | None) -> None:
-        if not prompts or max_tokens < 1:
-            raise UsageError(
-                f"generate needs a prompt and a token, got {len(prompts)} prompts, max_tokens={max_tokens}"
-            )
+        if max_tokens < 1:
+            raise UsageError(f"max_tokens: got {max_tokens}, expected 1 or more")
         self.engine, self.prompts, self.max_tokens, self.eos = engine, prompts, max_tokens, eos
         shape = (len(prompts), max_tokens)
         self.tokens, self.gaps = np.full(shape, -1, np.int32), np.full(shape, np.nan)

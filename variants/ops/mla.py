@@ -149,6 +149,42 @@ def absorbed(
     return out
 
 
+def absorbed_rows(
+    q: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    tile_k: int,
+    kv_splits: int,
+    rank: int,
+    at: Hooks | None = None,
+) -> Tensor:
+    """As `absorbed`, each query alone over the keys that it sees: splits fall as they do when it is decoded."""
+    rows_ = []
+    for i, row in enumerate(positions.tolist()):
+        for j, position in enumerate(row):
+            one = (slice(i, i + 1), slice(j, j + 1))
+            seen = latent[i : i + 1, : position + 1]
+            rows_.append(
+                absorbed(q[one], q_pe[one], seen, positions[one], scale=scale, tile_k=tile_k, kv_splits=kv_splits,
+                         rank=rank, at=at)
+            )  # fmt: skip
+    return torch.cat(rows_).view(*q.shape[:3], rank)
+
+
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """A product for each head: x [B, T, H, N] by weight [H, N, M] -> [B, T, H, M]."""
+    return torch.einsum("bthn,hnm->bthm", x, weight)
+
+
+def per_head_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """As `per_head`, one token at a time (batch-invariant)."""
+    tokens = x.reshape(-1, 1, 1, *x.shape[2:]).unbind(0)
+    return torch.cat([per_head(token, weight) for token in tokens]).view(*x.shape[:3], -1)
+
+
 def _latent_run(
     query: Tensor, keys: Tensor, positions: Tensor, scale: float, tile: int, rank: int, at: Hooks
 ) -> tuple[Tensor, Tensor]:
@@ -194,4 +230,6 @@ CORES = {
     "online_f32_rows": rows,
     "flash_rows": rows,
 }
+LATENT_CORES = {"absorbed": absorbed, "absorbed_rows": absorbed_rows}
+PER_HEAD = {"bmm": per_head, "bmm_rows": per_head_rows}
 ISLANDS = ("island_f64", "island_f64_rows")

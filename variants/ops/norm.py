@@ -33,25 +33,18 @@ def gated_rms_norm(x: Tensor, weight: Tensor, open_gate: Tensor, *, eps: float) 
     return weight * (x * rstd) * open_gate
 
 
-LANES = 32
-
-
 def sigmoid_lanes(x: Tensor) -> Tensor:
-    """Logistic function whose bits do not depend on where an element lies in its tensor.
+    """Logistic function whose bits do not depend on where an element lies in its tensor, nor on threads.
 
-    A vectorised loop ends in a scalar tail that may round differently; here every row fills whole vectors.
+    torch's own ends each thread's run in a scalar tail that rounds differently from the vectors; exp, sum and quotient
+    one by one do not.
     """
-    return _in_lanes(torch.sigmoid, x)
+    return 1.0 / (1.0 + torch.exp(-x))
 
 
 def silu_lanes(x: Tensor) -> Tensor:
-    """x * sigmoid(x), with the same care for the tail as `sigmoid_lanes`."""
-    return _in_lanes(F.silu, x)
-
-
-def _in_lanes(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    n = x.shape[-1]
-    return f(x) if n % LANES == 0 else f(F.pad(x, (0, -n % LANES)))[..., :n]
+    """x * sigmoid(x), with the same care for an element's place as `sigmoid_lanes`."""
+    return x / (1.0 + torch.exp(-x))
 
 
 SIGMOID = {"sigmoid": torch.sigmoid, "sigmoid_lanes": sigmoid_lanes}

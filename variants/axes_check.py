@@ -1,0 +1,116 @@
+"""Which combinations of axes are refused: a setting that would have no effect, and one that cannot run."""
+
+from collections.abc import Iterator
+
+from variants.axes import (
+    Execution,
+    Gemm,
+    KdaCore,
+    KvCache,
+    MlaCore,
+    NormRounding,
+    NormVariance,
+    Order,
+    Store,
+    Stream,
+    Variant,
+)
+from variants.errors import UsageError
+
+Refusal = tuple[bool, str, str]
+LATENT = {MlaCore.absorbed}
+NO_ROWS = {MlaCore.dense_bf16, MlaCore.sdpa}
+
+
+def check(v: Variant) -> None:
+    """Refuse a combination in which a setting has no effect or cannot run; raises UsageError for the first found."""
+    for group in (_sizes, _kda, _mla, _batch_invariant, _stream, _execution):
+        for bad, setting, why in group(v):
+            if bad:
+                raise UsageError(
+                    f"variant: {setting} has no effect or cannot run: {why}; remove it or change the other setting"
+                )
+
+
+def _sizes(v: Variant) -> Iterator[Refusal]:
+    at_least_one = {
+        "kda.chunk_size": v.kda.chunk_size,
+        "mla.tile_q": v.mla.tile_q,
+        "mla.tile_k": v.mla.tile_k,
+        "mla.kv_splits": v.mla.kv_splits,
+        "execution.batch": v.execution.batch,
+    }
+    for name, value in at_least_one.items():
+        yield value < 1, f"{name}={value}", "it must be at least 1"
+    yield v.execution.prefill_piece < 0, f"execution.prefill_piece={v.execution.prefill_piece}", "0 means whole"
+
+
+def _kda(v: Variant) -> Iterator[Refusal]:
+    chunked = KdaCore.chunk in (v.kda.prefill, v.kda.decode)
+    yield v.kda.chunk_size != 64 and not chunked, f"kda.chunk_size={v.kda.chunk_size}", "no chunk core"
+
+
+def _mla(v: Variant) -> Iterator[Refusal]:
+    mla, cores = v.mla, {v.mla.prefill, v.mla.decode}
+    tiled = {MlaCore.flash, MlaCore.absorbed}
+    yield mla.tile_q != 128 and MlaCore.flash not in cores, f"mla.tile_q={mla.tile_q}", "no flash core"
+    yield mla.tile_k != 128 and not tiled & cores, f"mla.tile_k={mla.tile_k}", "no flash or absorbed core"
+    yield mla.kv_splits != 1 and not LATENT & cores, f"mla.kv_splits={mla.kv_splits}", "no absorbed core"
+    yield (
+        mla.cache is KvCache.expanded and bool(LATENT & cores),
+        "mla.cache=expanded",
+        "the absorbed core reads the latent",
+    )
+    yield (
+        mla.decode is MlaCore.flash and v.execution.mode is Execution.incremental,
+        "mla.decode=flash",
+        "flash tiles queries and decode has one; use absorbed with kv_splits",
+    )
+    yield (
+        mla.probs is not Store.keep and cores <= NO_ROWS,
+        f"mla.probs={mla.probs.name}",
+        "dense_bf16 stores its probabilities in bf16 and sdpa shows none",
+    )
+
+
+def _batch_invariant(v: Variant) -> Iterator[Refusal]:
+    if not v.batch_invariant:
+        return
+    yield v.fused_projections, "fused_projections=true", "batch_invariant names one order for each product"
+    yield v.mla.tile_q != 128, f"mla.tile_q={v.mla.tile_q}", "batch_invariant runs each query alone"
+    for phase, core in (("prefill", v.mla.prefill), ("decode", v.mla.decode)):
+        yield core in NO_ROWS, f"batch_invariant=true with mla.{phase}={core.name}", "that core has no row-by-row form"
+
+
+def _stream(v: Variant) -> Iterator[Refusal]:
+    """Settings that only differ where something is stored narrower than it is computed."""
+    narrow_products = v.gemm in (Gemm.bf16, Gemm.f16)
+    wide_sum = v.stream in (Stream.f64, Stream.f32) and not v.override
+    wide_norm = v.stream in (Stream.f64, Stream.f32, Stream.bf16_in_place) and not v.override
+    swiglu, norm = v.elementwise.swiglu, v.norm
+    yield swiglu is Order.stepwise and not narrow_products, "elementwise.swiglu=stepwise", "products are not narrow"
+    yield (
+        norm.variance is not NormVariance.pre_store and wide_sum,
+        f"norm.variance={norm.variance.name}",
+        f"stream={v.stream.name} does not round the sum",
+    )
+    yield (
+        norm.rounding is NormRounding.twice and wide_norm and not narrow_products,
+        "norm.rounding=twice",
+        f"stream={v.stream.name} does not round what the norm writes",
+    )
+
+
+def _execution(v: Variant) -> Iterator[Refusal]:
+    if v.execution.mode is not Execution.recompute:
+        return
+    yield (
+        (v.kda.decode, v.mla.decode) != (v.kda.prefill, v.mla.prefill),
+        "kda.decode or mla.decode unlike prefill",
+        "execution.mode=recompute never decodes; set both alike",
+    )
+    yield v.execution.prefill_piece != 0, "execution.prefill_piece", "recompute passes the prefix whole"
+    carried = {"kda.state": v.kda.state, "kda.conv_state": v.kda.conv_state}
+    for name, store in carried.items():
+        yield store is not Store.keep, f"{name}={store.name}", "execution.mode=recompute carries no state"
+    yield v.mla.cache is KvCache.expanded, "mla.cache=expanded", "execution.mode=recompute carries no cache"
