@@ -1,0 +1,228 @@
+"""The noise that a recipe's roundings amount to: what is added where, to a float64 run, to make one envelope member.
+
+- A value that an operation computes and a rule rounds gets uniform noise of +-half a unit in the last place, once for
+  each rounding in a row (a norm rounded twice, a sum rounded after each expert).
+- A value that is only moved (an operand, a copy, the embedding) is rounded only if it did not fit its format yet: that
+  is read off a short run of the variant itself, not off its declaration.
+- An operation in float32 also rounds inside. Its own error is up to seven times that of storing its result, so a
+  recipe of float32 needs it: `INTERNAL`, in units of u(float32) times the rms of the result's last dimension.
+- After the first place of at most 11 bits, finer roundings are left out: they add under 2^-24 to the variance there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from variants import decode
+from variants.axes import Execution
+from variants.dtypes import DType, round_to
+from variants.model import PHASES, Model
+from variants.model_config import ModelConfig
+from variants.recipe import Recipe, Rule, is_incremental
+from variants.rounding import RoundAt, Step
+from variants.sites import CHUNK_SITES, INTEGER, places
+from variants.weights import Casts, Weights
+
+Where = tuple[str, int, str]
+MOVES = ("operand", "copy", "gather")
+CARRIED = ("conv_state", "kda_state")
+LATENT_SITES = ("q_latent", "o_latent")
+COARSE_BITS = DType.f16.precision
+# rms error of one float32 operation on its own inputs, by local replay of `f32` and `incremental_chunk` on the shipped
+# checkpoint. Products of 128 to 768 terms lie between 2.1 and 3.3 whatever their length: the library sums in blocks,
+# and the row's rms grows with the sum. tests/test_envelope.py measures the table's effect on whole runs again.
+INTERNAL = {
+    "gemm": 2.8, "gemm_rows": 2.8, "bmm": 2.8, "bmm_rows": 2.8, "taps": 0.7, "conv1d": 0.7, "silu": 0.6,
+    "silu_lanes": 0.6, "sigmoid": 0.9, "sigmoid_lanes": 0.9, "l2norm": 0.8, "softmax": 4.1,
+    "rms_norm": 1.0, "scale_before": 1.0, "scale_after": 1.0, "island_f32": 2.5, "recurrent": 2.5,
+    "recurrent_gemv": 2.5, "chunk": 2.5, "dense_f32": 1.1, "online_f32": 1.1, "flash": 1.1, "absorbed": 1.1,
+    "sdpa": 1.1,
+}  # fmt: skip
+KDA_STATE_INTERNAL = 1.5
+
+
+@dataclass(frozen=True)
+class PlaceNoise:
+    """Noise of one place: a draw of +-half an ulp for each format, one of an rms relative to the row's, one absolute.
+
+    absolute: rms for each head [H, 1], or None.
+    """
+
+    formats: tuple[DType, ...] = ()
+    internal: float = 0.0
+    absolute: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.formats) or self.internal > 0 or self.absolute is not None
+
+    @property
+    def coarse(self) -> bool:
+        return any(f.precision <= COARSE_BITS for f in self.formats)
+
+    def without_fine(self) -> "PlaceNoise":
+        return PlaceNoise(tuple(f for f in self.formats if f.precision <= COARSE_BITS))
+
+    def add(self, x: Tensor, random: torch.Generator) -> Tensor:
+        y = x
+        for dtype in self.formats:
+            y = torch.addcmul(y, _uniform(x, random), last_place(x, dtype))
+        if self.internal:
+            rms = x.pow(2).mean(-1, keepdim=True).sqrt_()
+            y = torch.addcmul(y, _uniform(x, random), rms, value=self.internal * 12**0.5)
+        if self.absolute is not None:
+            y = torch.addcmul(y, _uniform(x, random), self.absolute, value=12**0.5)
+        return y
+
+
+def _uniform(x: Tensor, random: torch.Generator) -> Tensor:
+    """Uniform in -0.5 .. 0.5, 24 bits of it, in float64."""
+    return torch.rand(x.shape, generator=random, dtype=torch.float32, device=x.device).double().sub_(0.5)
+
+
+def last_place(x: Tensor, dtype: DType) -> Tensor:
+    """Size of `dtype`'s last place at float64 `x`, by its exponent bits: `variants.dtypes.ulp` in fewer passes."""
+    power = x.contiguous().view(torch.int64).bitwise_and(0x7FF0_0000_0000_0000).view(torch.float64)
+    return power.mul_(2.0 ** (1 - dtype.precision)).clamp_min_(2.0 ** (dtype.min_exponent + 1 - dtype.precision))
+
+
+class RoundingNoise:
+    """Adds a plan's noise to a float64 run of `twin(recipe)`; one seed is one stream of draws."""
+
+    def __init__(self, plan: dict[Where, PlaceNoise], *, seed: int, device: str = "cpu") -> None:
+        self.plan, self.phase = plan, "prefill"
+        self.random = torch.Generator(device=device).manual_seed(seed)
+
+    def restart(self, seed: int) -> None:
+        """Begin another stream of draws."""
+        self.random.manual_seed(seed)
+
+    def begin(self, step: Step) -> None:
+        self.phase = step.phase
+
+    def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
+        noise = {phase: self.plan.get((site, layer, phase), PlaceNoise()) for phase in PHASES}
+        if not any(noise.values()):
+            return rounding
+        if site == "mla_scores":  # what a query does not see is minus infinity and stays so
+            return lambda x: torch.where(x.isinf(), x, noise[self.phase].add(x, self.random))
+        return lambda x: noise[self.phase].add(x, self.random)
+
+
+class _Arrivals:
+    """Which moved values did not fit the format they are moved into, in a run of the variant itself."""
+
+    def __init__(self) -> None:
+        self.phase, self.rounded = "prefill", set[Where]()
+
+    def begin(self, step: Step) -> None:
+        self.phase = step.phase
+
+    def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
+        output = rule.output
+        if rule.algorithm not in MOVES or output is None or site in INTEGER:
+            return rounding
+
+        def see(x: Tensor) -> Tensor:
+            if not torch.equal(round_to(x, output), x):
+                self.rounded.add((site, layer, self.phase))
+            return x if rounding is None else rounding(x)
+
+        return see
+
+
+def noise_plan(recipe: Recipe, casts: Casts, prompt: Sequence[int]) -> dict[Where, PlaceNoise]:
+    """The noise at every (site, layer, phase) at which `recipe` rounds; `prompt` is what the variant is watched on."""
+    config, seen = casts.checkpoint.config, _Arrivals()
+    model = Model(config, recipe, Weights(casts, recipe.semantics), probe=seen)
+    decode.steps(model, [list(prompt)], 3, lambda t, logits: decode.greedy(logits))
+    plan = {w: _noise_of(recipe, config, w, seen.rounded) for w in _wheres(config)}
+    for where in plan:
+        rule = recipe.rule(*where)
+        if where[0] == "decay_gate" and rule.accum is DType.f32 and plan[where]:
+            plan[where] = replace(plan[where], absolute=_one_plus(casts, recipe, where[1]))
+    return _without_fine(plan)
+
+
+def _one_plus(casts: Casts, recipe: Recipe, layer: int) -> Tensor:
+    """What log(1 + exp(x)) loses in float32 where exp(x) is small: the rounding of the sum, times exp(A_log) [H, 1]."""
+    a_log = Weights(casts, recipe.semantics).get(f"model.layers.{layer}.self_attn.A_log", DType.f64)
+    return a_log.reshape(-1, 1).exp() * (DType.f32.unit_roundoff / 3**0.5)
+
+
+def _wheres(config: ModelConfig) -> list[Where]:
+    return [(site, layer, phase) for phase in PHASES for site, layer in places(config) if site not in INTEGER]
+
+
+def _noise_of(recipe: Recipe, config: ModelConfig, where: Where, rounded: set[Where]) -> PlaceNoise:
+    site, layer, phase = where
+    rule = recipe.rule(site, layer, phase)
+    if site in CARRIED and not is_incremental(recipe):
+        return PlaceNoise()  # what is carried out of a whole prefix is never read
+    if rule.algorithm in MOVES:
+        run = phase if is_incremental(recipe) else "prefill"
+        moved = (site, layer, run) in rounded and rule.output is not None
+        core = recipe.rule("kda_core", layer, phase).accum if site == "kda_state" else DType.f64
+        return PlaceNoise((rule.output,) if moved and rule.output else (), _internal(core, KDA_STATE_INTERNAL))
+    known = INTERNAL.get(rule.algorithm.removesuffix("_rows"), 0.0)
+    if rule.algorithm.startswith("rms_norm"):
+        known = INTERNAL["rms_norm"]
+    if site == "mla_scores":
+        narrow = rule.accum if rule.accum.precision <= COARSE_BITS else None
+        return PlaceNoise((narrow, narrow) if narrow else ())  # the product's rounding and the scaling's
+    return PlaceNoise(_formats(rule, config), _internal(rule.accum, known))
+
+
+def _formats(rule: Rule, config: ModelConfig) -> tuple[DType, ...]:
+    """The roundings in a row at a place where an operation computes."""
+    if rule.output is None or rule.output.precision >= DType.f64.precision:
+        return ()
+    times = 2 if rule.algorithm.endswith("_twice") else 1
+    if rule.algorithm.startswith("sum_") and rule.option("round_each"):
+        times = config.experts_per_token
+    return (rule.output,) * times
+
+
+def _internal(accum: DType, units: float) -> float:
+    return 0.0 if accum.precision >= DType.f64.precision else units * DType.f32.unit_roundoff
+
+
+def _without_fine(plan: dict[Where, PlaceNoise]) -> dict[Where, PlaceNoise]:
+    kept, coarse = {}, dict.fromkeys(PHASES, False)
+    for where, noise in plan.items():
+        kept[where] = noise.without_fine() if coarse[where[2]] else noise
+        coarse[where[2]] |= noise.coarse and where[0] not in CARRIED
+    return kept
+
+
+def twin(recipe: Recipe) -> Recipe:
+    """The recipe's code path in float64 in its cheapest form: the same function, state carried, no chunk or tile.
+
+    Chunks and the absorbed attention stay where a rule rounds inside them. Keys and values are otherwise expanded once:
+    a value that is rounded again at every step is rounded to the same bits.
+    """
+    up = recipe.at_precision(DType.f64)
+    keep = {"chunk": _rounds_inside(recipe, CHUNK_SITES), "absorbed": _rounds_inside(recipe, LATENT_SITES)}
+    rules = {key: _plain(key, rule, keep) for key, rule in up.rules.items()}
+    exceptions = {at: _plain(at[0], rule, keep) for at, rule in up.exceptions.items()}
+    latent = any(r.algorithm == "absorbed" for r in (*rules.values(), *exceptions.values()))
+    changed = replace(up, rules=rules, exceptions=exceptions, expanded_cache=not latent, fused_projections=False)
+    return changed.with_execution(mode=Execution.incremental)
+
+
+def _rounds_inside(recipe: Recipe, sites: Sequence[str]) -> bool:
+    """Whether some rule of `sites` rounds to at most 11 bits."""
+    inside = [recipe.rules[k] for k in sites] + [r for (k, _), r in recipe.exceptions.items() if k in sites]
+    return any(r.output is not None and r.output.precision <= COARSE_BITS for r in inside)
+
+
+def _plain(key: str, rule: Rule, keep: Mapping[str, bool]) -> Rule:
+    name = rule.algorithm.removesuffix("_rows")
+    if keep.get(name, False):
+        return replace(rule, algorithm=name)
+    if key.startswith("kda_core."):
+        return replace(rule, algorithm="recurrent_gemv", options=())
+    if key.startswith("mla_core."):
+        return replace(rule, algorithm="dense_f32", options=())
+    return replace(rule, algorithm=name)
