@@ -6,7 +6,7 @@ one operation's own error, free of everything upstream, to be held against what 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.lockstep import Stepper, Tokens, walk_steppers
 from harness.probes import Against, Place, Tap
 from variants.decode import Sequences
-from variants.dtypes import ulp
+from variants.dtypes import narrowest_holding, ulp
 from variants.model import Model
 from variants.recipe import Recipe, Rule
 from variants.rounding import Probe, Step
@@ -36,7 +36,8 @@ class OpError:
 
     error2, value2, allowed2: sums of squares of the error, of the replayed value and of what rounding allows; cross:
     sum of error times value. worst: largest ratio of one position, and its (row, position); first: the earliest
-    position over LIMIT. changed: rows whose set of experts differs from the replay's, with the largest gap at which.
+    position over LIMIT; rows: the battery's rows that have one; fits: the narrowest formats that hold the variant's
+    values there. over, positions: how many of how many are over LIMIT. changed: rows whose set of experts differs.
     """
 
     count: int = 0
@@ -49,6 +50,8 @@ class OpError:
     worst: float = 0.0
     worst_at: tuple[int, int] = (-1, -1)
     first: tuple[int, int] | None = None
+    rows: set[int] = field(default_factory=set)
+    fits: set[str] = field(default_factory=set)
     over: int = 0
     positions: int = 0
 
@@ -184,22 +187,28 @@ def enter(entry: OpError, mine: Tensor, theirs: Tensor, *, rule: Rule, step: Ste
     entry.error2, entry.value2 = entry.error2 + error2, entry.value2 + value2
     entry.allowed2, entry.cross = entry.allowed2 + allowed2, entry.cross + cross
     entry.non_finite += int(bad)
+    before = entry.over
     _positions(entry, square, allow, step, site)
+    if entry.over > before:
+        entry.fits.add(narrowest_holding(theirs).name)
 
 
 def _positions(entry: OpError, square: Tensor, allow: Tensor, step: Step, site: str) -> None:
     """The worst and the first bad position; experts' rows have no position of their own and count as position -1."""
     rows, starts = _layout(square, step, site)
     ratio = (square.reshape(rows).sum(-1) / allow.reshape(rows).sum(-1).clamp_min(1e-300)).sqrt()
+    real = torch.ones_like(ratio, dtype=torch.bool)
     if starts is not None and ratio.shape[1] == max(step.lengths) and site not in BY_KEY:
         lengths = torch.tensor(step.lengths, device=ratio.device).unsqueeze(1)
-        ratio = torch.where(torch.arange(ratio.shape[1], device=ratio.device) < lengths, ratio, 0.0)
-    entry.positions += ratio.numel()
+        real = torch.arange(ratio.shape[1], device=ratio.device) < lengths
+    ratio = torch.where(real, ratio, 0.0)
+    entry.positions += int(real.sum())
     worst = float(ratio.max())
     if worst > entry.worst:
         entry.worst, entry.worst_at = worst, _where(ratio == worst, starts)
     if worst > LIMIT:
         entry.over += int((ratio > LIMIT).sum())
+        entry.rows |= {step.slots[r] for r in (ratio > LIMIT).any(-1).nonzero()[:, 0].tolist()} if starts else set()
         found = _where((ratio > LIMIT), starts)
         entry.first = found if entry.first is None or found[1] < entry.first[1] else entry.first
 
