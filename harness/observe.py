@@ -57,6 +57,7 @@ SITE_FUNCTIONS = {
         "recurrent": "kda.recurrent",
         "recurrent_gemv": "kda.recurrent_gemv",
         "chunk": "kda.chunk",
+        "chunk_rows": "kda.chunk_rows",
     },
     "mla_core": {
         "island_f64": "mla.dense",

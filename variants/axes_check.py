@@ -20,6 +20,7 @@ from variants.errors import UsageError
 Refusal = tuple[bool, str, str]
 LATENT = {MlaCore.absorbed}
 NO_ROWS = {MlaCore.dense_bf16, MlaCore.sdpa}
+UNSHOWN = {MlaCore.dense_bf16, MlaCore.sdpa}
 
 
 def check(v: Variant) -> None:
@@ -67,7 +68,7 @@ def _mla(v: Variant) -> Iterator[Refusal]:
         "flash tiles queries and decode has one; use absorbed with kv_splits",
     )
     yield (
-        mla.probs is not Store.keep and cores <= NO_ROWS,
+        mla.probs is not Store.keep and cores <= UNSHOWN,
         f"mla.probs={mla.probs.name}",
         "dense_bf16 stores its probabilities in bf16 and sdpa shows none",
     )
@@ -78,8 +79,11 @@ def _batch_invariant(v: Variant) -> Iterator[Refusal]:
         return
     yield v.fused_projections, "fused_projections=true", "batch_invariant names one order for each product"
     yield v.mla.tile_q != 128, f"mla.tile_q={v.mla.tile_q}", "batch_invariant runs each query alone"
-    for phase, core in (("prefill", v.mla.prefill), ("decode", v.mla.decode)):
-        yield core in NO_ROWS, f"batch_invariant=true with mla.{phase}={core.name}", "that core has no row-by-row form"
+    for name, core in (("mla.prefill", v.mla.prefill), ("mla.decode", v.mla.decode)):
+        yield core in NO_ROWS, f"batch_invariant=true with {name}={core.name}", "that core has no row-by-row form"
+    for name, core in (("kda.prefill", v.kda.prefill), ("kda.decode", v.kda.decode)):
+        gemv = core is KdaCore.recurrent_gemv
+        yield gemv, f"batch_invariant=true with {name}={core.name}", "the library's products choose its order of sums"
 
 
 def _stream(v: Variant) -> Iterator[Refusal]:

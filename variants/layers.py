@@ -89,7 +89,7 @@ class KdaBlock:
         rule = b.rule("kda_core")
         self.core, self.accum = kda.CORES[rule.algorithm], rule.accum
         self.options = dict(rule.options)
-        if rule.algorithm == "chunk":
+        if "chunk_size" in self.options:
             self.options["at"] = b.hooks(*CHUNK_SITES)  # pyright: ignore[reportArgumentType]
         self.island = rule.algorithm in kda.ISLANDS
         self.norm_dtype = b.rule("q_l2norm").accum

@@ -185,8 +185,9 @@ _PHASES = ("prefill", "decode")
 def _kda_core(f: Formats, core: KdaCore) -> Rule:
     accum = KDA_ACCUM[core] or f.compute
     options = (("chunk_size", f.variant.kda.chunk_size),) if core is KdaCore.chunk else ()
+    name = "chunk_rows" if core is KdaCore.chunk and f.variant.batch_invariant else core.name
     output = f.stored(f.variant.kda.outputs, f.compute)
-    return _out(output, accum, algorithm=core.name, options=options)
+    return _out(output, accum, algorithm=name, options=options)
 
 
 def _mla_rules(f: Formats) -> dict[str, Rule]:

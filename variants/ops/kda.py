@@ -113,6 +113,15 @@ def _one_chunk(
     return o, state * last.exp().transpose(-1, -2) + kg.transpose(-1, -2) @ v_seen
 
 
+def chunk_rows(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, chunk_size: int, at: Hooks | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `chunk`, each row of the batch alone and in memory of its own (batch-invariant)."""
+    rows = zip(*(x.split(1) for x in (q, k, v, g, beta, state)), strict=True)
+    done = [chunk(*(x.clone() for x in row), chunk_size=chunk_size, at=at) for row in rows]
+    return torch.cat([o for o, _ in done]), torch.cat([s for _, s in done])
+
+
 def decay_pairs(total: Tensor) -> Tensor:
     """exp of the decay from token j to token i >= j, zero above the diagonal: [B, H, C, K] -> [B, H, C, C, K]."""
     difference = total.unsqueeze(-2) - total.unsqueeze(-3)
@@ -139,5 +148,6 @@ CORES = {
     "recurrent": recurrent,
     "recurrent_gemv": recurrent_gemv,
     "chunk": chunk,
+    "chunk_rows": chunk_rows,
 }
 ISLANDS = ("island_f64", "island_f32")

@@ -12,11 +12,12 @@ def gemm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gemm_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """As `gemm`, one row at a time: the same bits for a row whatever stands beside it (batch-invariant)."""
-    rows = x.reshape(-1, 1, x.shape[-1])
-    if rows.shape[0] == 1:
-        return F.linear(rows[0], weight).view(*x.shape[:-1], -1)
-    out = torch.cat([F.linear(row, weight) for row in rows.unbind(0)])
+    """As `gemm`, one row at a time: the same bits for a row whatever stands beside it (batch-invariant).
+
+    Each row is copied to memory of its own: a library may choose its order of sums by the alignment of an address.
+    """
+    rows = x.reshape(-1, 1, x.shape[-1]).unbind(0)
+    out = torch.cat([F.linear(row.clone(), weight) for row in rows])
     return out.view(*x.shape[:-1], -1)
 
 

@@ -84,10 +84,16 @@ def rows(
     b, t = q.shape[:2]
     out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     for i in range(b):
+        keys, values = _alone(k[i : i + 1]), _alone(v[i : i + 1])
         for j in range(t):
             one = (slice(i, i + 1), slice(j, j + 1))
-            out[one] = _online(q[one], k[i : i + 1], v[i : i + 1], positions[one], scale, tile_k, at or {})
+            out[one] = _online(_alone(q[one]), keys, values, positions[one], scale, tile_k, at or {})
     return out
+
+
+def _alone(x: Tensor) -> Tensor:
+    """A copy in memory of its own: a library may choose its order of sums by strides and alignment."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _whole_tiles(x: Tensor, size: int) -> Tensor:
@@ -166,7 +172,7 @@ def absorbed_rows(
     for i, row in enumerate(positions.tolist()):
         for j, position in enumerate(row):
             one = (slice(i, i + 1), slice(j, j + 1))
-            seen = latent[i : i + 1, : position + 1]
+            seen = _alone(latent[i : i + 1, : position + 1])
             rows_.append(
                 absorbed(q[one], q_pe[one], seen, positions[one], scale=scale, tile_k=tile_k, kv_splits=kv_splits,
                          rank=rank, at=at)
@@ -182,7 +188,7 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor:
 def per_head_rows(x: Tensor, weight: Tensor) -> Tensor:
     """As `per_head`, one token at a time (batch-invariant)."""
     tokens = x.reshape(-1, 1, 1, *x.shape[2:]).unbind(0)
-    return torch.cat([per_head(token, weight) for token in tokens]).view(*x.shape[:3], -1)
+    return torch.cat([per_head(_alone(token), weight) for token in tokens]).view(*x.shape[:3], -1)
 
 
 def _latent_run(
