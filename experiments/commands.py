@@ -77,6 +77,37 @@ COMMANDS: tuple[Command, ...] = (
         example="neartie explain variant=bf16_stream against=incremental_chunk",
     ),
     Command(
+        name="near-ties",
+        summary="places of a golden where the next token hangs on little; a figure",
+        module="experiments.near_ties",
+        usage="neartie near-ties [golden=G] [model=DIR] [variant=V] [top=N] ...",
+        text=(
+            "Gap: first token over second, in nats, by a float64 oracle of the model.\n"
+            "Lists the top=20 smallest, writes histogram and grid to results/reports.\n"
+            "variant=V is read by --noise=measured alone."
+        ),
+        example="neartie near-ties golden=wide variant=bf16_stream --noise=measured",
+        flags=(
+            Flag(name="noise", value="NATS|measured", help="hold the gaps against this noise, or V's own on G"),
+            Flag(name="recorded", help="no model: the gaps that the golden recorded"),
+            Flag(name="csv", value="FILE", help="every place, smallest gap first"),
+        ),
+    ),
+    Command(
+        name="plan",
+        summary="how many prompts and tokens it takes to tell two variants apart",
+        module="experiments.plan",
+        usage="neartie plan variant=A against=B [power=0.8] [golden=G] ...",
+        text=(
+            "Runs A and B once on G beside the float64 oracle; from their noise and the\n"
+            "oracle's gaps: hazard per token, score and spread, battery sizes needed.\n"
+            "power=0.8 alpha=0.05  of a two-sided test, paired over prompts\n"
+            "difference=SHARE  of tokens to be found, instead of the expected one\n"
+            "rematch=R  share of tokens that agree after a divergence (0)"
+        ),
+        example="neartie plan variant=bf16_stream against=f32 golden=wide",
+    ),
+    Command(
         name="golden",
         summary="show, import, export or verify golden tokens",
         module="experiments.golden",

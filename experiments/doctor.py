@@ -1,5 +1,6 @@
 """`neartie doctor`: what is installed, which devices there are, whether the shipped files are whole."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -10,8 +11,7 @@ from pathlib import Path
 
 from experiments.words import Flags
 from harness.config import Config
-from harness.engines.assets import checkpoint_folder
-from harness.golden import golden_names, verify_golden
+from harness.engines.assets import ASSETS, checkpoint_folder
 from harness.text_table import text_table
 from variants.checkpoint import load_checkpoint
 from variants.errors import DeviceError, InputError
@@ -22,7 +22,7 @@ OPTIONAL = ("transformers", "triton", "matplotlib", "pytest", "ruff", "pyright")
 
 def run(config: Config, flags: Flags) -> int:
     """Print each finding; 4 where a package or the results folder cannot be used, 3 where a shipped file is broken."""
-    findings = [*_packages(), *_devices(), _results(Path(config.results)), *_assets(config)]
+    findings = [*_packages(), *_devices(), _results(Path(config.results)), _assets(), _model(config)]
     if flags.json:
         print(json.dumps([dict(zip(("what", "found", "exit_code"), f, strict=True)) for f in findings]))
     else:
@@ -66,16 +66,28 @@ def _results(folder: Path) -> Finding:
     return "results", f"{folder}{'' if usable else ' cannot be written'}", 0 if usable else DeviceError.exit_code
 
 
-def _assets(config: Config) -> list[Finding]:
+def _model(config: Config) -> Finding:
     try:
         loaded = load_checkpoint(checkpoint_folder(config.model.path), expect_sha256=config.model.sha256)
-        findings = [("model", f"{config.model.path} {loaded.sha256[:12]}", 0)]
     except InputError as error:
-        findings = [("model", str(error), error.exit_code)]
-    for name in golden_names():
-        problems = verify_golden(name)
-        findings.append((f"golden {name}", "; ".join(problems) or "sound", InputError.exit_code if problems else 0))
-    return findings
+        return "model", str(error), error.exit_code
+    return "model", f"{config.model.path} {loaded.sha256[:12]}", 0
+
+
+def _assets() -> Finding:
+    """Every shipped file against assets/SHA256SUMS."""
+    lines = (ASSETS / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    sums = [line.split("  ", 1) for line in lines]
+    broken = [name for digest, name in sums if _sha256(ASSETS / name) != digest]
+    found = f"{len(sums)} files whole" if not broken else f"missing or changed: {', '.join(broken)}"
+    return "assets", found, InputError.exit_code if broken else 0
+
+
+def _sha256(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 if __name__ == "__main__":

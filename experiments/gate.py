@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -85,11 +86,13 @@ def _gate(config: Config, row: Run) -> GateResult:
         row.add({"variant_hash": recipe.hash, "recipe": {"declared": recipe.as_dict()}})
     engine = make_engine(config)
     row.add({"model_hash": engine.info.model_sha256})
-    if isinstance(engine, LocalEngine):
-        _observe(engine, golden, row)
-    return run_gate(
-        golden, engine, require=config.require, vocab_size=model.vocab_size, text=_texts(folder / "tokenizer.json")
-    )
+    with ExitStack() as stack:
+        if isinstance(engine, LocalEngine):
+            # The next job may read the weights in another dtype: its peak must not hold this one's casts as well.
+            stack.callback(engine.casts.drop)
+            _observe(engine, golden, row)
+        texts = _texts(folder / "tokenizer.json")
+        return run_gate(golden, engine, require=config.require, vocab_size=model.vocab_size, text=texts)
 
 
 def _observe(engine: LocalEngine, golden: Golden, row: Run) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import gate
+from experiments import doctor, gate
 from experiments.cli import main
 from experiments.commands import available
 from harness.golden import load_golden, write_golden
@@ -319,7 +319,18 @@ def test_doctor_finds_a_sound_checkout(tmp_path: Path, capsys: Captured) -> None
     """Here all that is needed is installed and the shipped files are whole."""
     assert main(["doctor", f"results={tmp_path}", "--json"]) == 0
     found = {entry["what"]: entry["found"] for entry in json.loads(capsys.readouterr().out)}
-    assert found["golden gate"] == "sound"
+    assert found["assets"] == "8 files whole"
+
+
+def test_doctor_finds_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """A shipped file that is missing or not as it was shipped is named, with exit code 3."""
+    copy = Path(shutil.copytree(ROOT / "assets", tmp_path / "assets"))
+    next(copy.glob("goldens/*/gate.json")).write_text("{}")
+    next(copy.glob("goldens/*/wide.npz")).unlink()
+    monkeypatch.setattr(doctor, "ASSETS", copy)
+    assert main(["doctor"]) == 3
+    out = capsys.readouterr().out
+    assert "missing or changed: goldens/vllm-0.26.0-h200/gate.json, goldens/vllm-0.26.0-h200/wide.npz" in out
 
 
 def test_doctor_finds_a_broken_checkpoint(tmp_path: Path, capsys: Captured) -> None:

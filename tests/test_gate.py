@@ -187,6 +187,17 @@ def test_one_load_serves_a_multirun(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [line.split()[0] for line in out.splitlines()] == ["variant", "f32", "incremental_chunk", "bf16_stream"]
 
 
+def test_a_job_leaves_no_casts_behind(tmp_path: Path) -> None:
+    """After a job the process holds the checkpoint alone: a float64 copy of it is not in the next job's peak."""
+    part = ["limit=1", "max_tokens=2", f"results={tmp_path}"]
+    assert main(["gate", "variant=oracle", *part]) == 0
+    engine = make_engine(load(["variant=oracle"]))
+    assert isinstance(engine, LocalEngine)
+    assert engine.casts.nbytes == 0
+    assert engine.model is not None
+    assert engine.casts.nbytes > 8 * 12_000_000
+
+
 def test_equal_arms_are_told(tmp_path: Path, capsys: Captured) -> None:
     """Two jobs in which the same ran at every site are called the same arm; two in which it did not are not."""
     part = ["limit=1", "max_tokens=2", f"results={tmp_path}"]
