@@ -3,6 +3,8 @@
 A chunk is 64 tokens, a sub-block 16. `total` is the decay summed inside a chunk, in the unit of `power`; every
 exponent below is `total` of a later token less `total` of an earlier one, so it is at or below zero.
 """
+# The language inside the kernels is Triton's, whose constants and launch options are not Python's to check.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
 import triton
 import triton.language as tl

@@ -4,6 +4,8 @@ The reference is `variants.ops.kda.chunk` with its hooks. Every value that an en
 `Rounding`, named as the site in `variants.sites.CHUNK_SITES`; what is not named there is float32. `VLLM` and `FLA` are
 the roundings of two engines: the same places, another scale, another precision of the merge.
 """
+# The language inside the kernels is Triton's, whose constants and launch options are not Python's to check.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -73,10 +75,37 @@ _NARROW = dict.fromkeys(_SITES, BF16)
 VLLM = Rounding(**_NARROW, scores=Precision.tf32, scale_at=ScaleAt.product, cumsum=Cumsum.dot, base2=True)
 FLA = Rounding(**_NARROW, scores=Precision.tf32, merge=Precision.tf32, scale_at=ScaleAt.sum, base2=True)
 
-# Tiles are fixed, so that a sequence's bits depend on nothing beside it.
-DECAY_BLOCK_K, SCORES_BLOCK_K, SOLVE_BLOCK, STATE_BLOCK_V, OUTPUT_BLOCK_K, OUTPUT_BLOCK_V = 32, 32, 64, 32, 64, 64
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shapes of the launches: widths of blocks, warps, stages. They move speed and the order of float32 sums; one set
+    for every batch and length, so that a sequence's bits depend on nothing beside it."""
+
+    decay_k: int = 32
+    decay_warps: int = 2
+    scores_k: int = 32
+    scores_warps: int = 1
+    solve_d: int = 64
+    solve_warps: int = 4
+    state_v: int = 32
+    state_warps: int = 4
+    state_stages: int = 2
+    output_k: int = 64
+    output_v: int = 64
+    output_warps: int = 4
+    output_stages: int = 2
+
+
+NARROW_TILES = Tiles()
+WIDE_TILES = Tiles(scores_warps=4, solve_d=32, solve_warps=8, state_v=16, state_warps=8, output_k=32, output_warps=8)
 NORMALIZE_ROWS = 8
 MAX_CHUNK_K = 256
+
+
+def tiles_for(rounding: Rounding) -> Tiles:
+    """Small tiles where a product holds float32 operands, which need twice the memory of a tile and more registers."""
+    wide = F32 in (rounding.kda_ainv, rounding.kda_h, rounding.kda_w, rounding.kda_v_new, rounding.kda_qg)
+    return WIDE_TILES if wide else NARROW_TILES
 
 
 def chunk(
@@ -109,7 +138,7 @@ def chunk(
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     if fused.normalize:
         q, k = _normalized(q, k, rounding.q_l2norm)
-    run = _Run(q, k, v, beta, state, batch, fused, rounding)
+    run = _Run(q, k, v, beta, state, batch, fused, rounding, tiles_for(rounding))
     total = run.decay(g)
     a, aqk = run.scores(total)
     u, w, kg = run.solve(a, total)
@@ -138,6 +167,7 @@ class _Run:
     batch: Ragged
     fused: Fused
     rounding: Rounding
+    tiles: Tiles
 
     @property
     def dims(self) -> dict[str, int]:
@@ -154,9 +184,10 @@ class _Run:
         total, r = self.scratch(self.q.shape[3], F32), self.rounding
         a_log, dt_bias = gate_operands(self.fused, self.q)
         heads, width = self.dims.values()
-        kernels.decay_kernel[(len(self.batch.chunks), heads, triton.cdiv(width, DECAY_BLOCK_K))](
-            g, a_log, dt_bias, total, *self.where, **self.dims, BK=DECAY_BLOCK_K,
-            GATE=self.fused.a_log is not None, AS_DOT=r.cumsum is Cumsum.dot, BASE2=r.base2, num_warps=2,
+        kernels.decay_kernel[(len(self.batch.chunks), heads, triton.cdiv(width, self.tiles.decay_k))](
+            g, a_log, dt_bias, total, *self.where, **self.dims, BK=self.tiles.decay_k,
+            GATE=self.fused.a_log is not None, AS_DOT=r.cumsum is Cumsum.dot, BASE2=r.base2,
+            num_warps=self.tiles.decay_warps,
         )  # fmt: skip
         return total
 
@@ -166,8 +197,9 @@ class _Run:
         blocks = len(self.batch.chunks) * (kernels.CHUNK // kernels.SUB)
         kernels.scores_kernel[(blocks, self.q.shape[2])](
             self.q, self.k, total, self.beta, a, aqk, *self.where, self.fused.scale, **self.dims,
-            BK=SCORES_BLOCK_K, Q_SCALED=format_of(r.kda_q_scaled), AQK=format_of(r.kda_aqk), SCALE_AT=r.scale_at.value,
-            SIGMOID=self.fused.sigmoid, BASE2=r.base2, PRECISION=r.scores.value, num_warps=1,
+            BK=self.tiles.scores_k, Q_SCALED=format_of(r.kda_q_scaled), AQK=format_of(r.kda_aqk),
+            SCALE_AT=r.scale_at.value, SIGMOID=self.fused.sigmoid, BASE2=r.base2, PRECISION=r.scores.value,
+            num_warps=self.tiles.scores_warps,
         )  # fmt: skip
         return a, aqk
 
@@ -175,10 +207,11 @@ class _Run:
         r, width, v_width = self.rounding, self.q.shape[3], self.v.shape[3]
         u, w, kg = self.scratch(v_width, r.kda_u), self.scratch(width, r.kda_w), self.scratch(width, r.kda_kg)
         kernels.solve_kernel[(len(self.batch.chunks), self.q.shape[2])](
-            a, self.k, self.v, self.beta, total, u, w, kg, *self.where, **self.dims, V=v_width, BD=SOLVE_BLOCK,
+            a, self.k, self.v, self.beta, total, u, w, kg, *self.where, **self.dims, V=v_width, BD=self.tiles.solve_d,
             AINV=format_of(r.kda_ainv), V_BETA=format_of(r.kda_v_beta), K_BETA=format_of(r.kda_k_beta),
             U=format_of(r.kda_u), W=format_of(r.kda_w), KG=format_of(r.kda_kg), SIGMOID=self.fused.sigmoid,
-            BASE2=r.base2, MERGE=r.merge.value, PRECISION=r.products.value, num_warps=4,
+            BASE2=r.base2, MERGE=r.merge.value, PRECISION=r.products.value,
+            num_warps=self.tiles.solve_warps,
         )  # fmt: skip
         return u, w, kg
 
@@ -186,19 +219,21 @@ class _Run:
         r, (heads, width), v_width = self.rounding, self.dims.values(), self.v.shape[3]
         h = torch.empty(len(self.batch.chunks), heads, width, v_width, dtype=r.kda_h, device=self.q.device)
         v_new = self.scratch(v_width, r.kda_v_new)
-        kernels.state_kernel[(triton.cdiv(v_width, STATE_BLOCK_V), len(self.batch.lengths) * heads)](
+        kernels.state_kernel[(triton.cdiv(v_width, self.tiles.state_v), len(self.batch.lengths) * heads)](
             w, u, kg, total, self.state, h, v_new, self.batch.cu_seqlens, self.batch.chunk_starts, self.batch.slots,
-            **self.dims, V=v_width, BK=block(width), BV=STATE_BLOCK_V, STORED=format_of(r.kda_h),
-            V_NEW=format_of(r.kda_v_new), BASE2=r.base2, PRECISION=r.products.value, num_warps=4, num_stages=2,
+            **self.dims, V=v_width, BK=block(width), BV=self.tiles.state_v, STORED=format_of(r.kda_h),
+            V_NEW=format_of(r.kda_v_new), BASE2=r.base2, PRECISION=r.products.value,
+            num_warps=self.tiles.state_warps, num_stages=self.tiles.state_stages,
         )  # fmt: skip
         return h, v_new
 
     def output(self, total: Tensor, h: Tensor, aqk: Tensor, v_new: Tensor, dtype: torch.dtype) -> Tensor:
         r, v_width = self.rounding, self.v.shape[3]
         o = self.scratch(v_width, dtype)
-        kernels.output_kernel[(triton.cdiv(v_width, OUTPUT_BLOCK_V), len(self.batch.chunks), self.q.shape[2])](
+        kernels.output_kernel[(triton.cdiv(v_width, self.tiles.output_v), len(self.batch.chunks), self.q.shape[2])](
             self.q, total, h, aqk, v_new, o, *self.where, self.batch.slots, self.fused.scale, **self.dims, V=v_width,
-            BK=OUTPUT_BLOCK_K, BV=OUTPUT_BLOCK_V, Q_SCALED=format_of(r.kda_q_scaled), QG=format_of(r.kda_qg),
-            OUT=format_of(dtype), SCALE_AT=r.scale_at.value, BASE2=r.base2, PRECISION=r.products.value, num_warps=4,
+            BK=self.tiles.output_k, BV=self.tiles.output_v, Q_SCALED=format_of(r.kda_q_scaled), QG=format_of(r.kda_qg),
+            OUT=format_of(dtype), SCALE_AT=r.scale_at.value, BASE2=r.base2, PRECISION=r.products.value,
+            num_warps=self.tiles.output_warps, num_stages=self.tiles.output_stages,
         )  # fmt: skip
         return o

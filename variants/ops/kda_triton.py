@@ -3,6 +3,8 @@
 The reference is `variants.ops.kda.recurrent`. All arithmetic is float32: what the recipe rounds are the inputs as they
 arrive, the output once, and nothing else. Dimensions: B batch, T tokens, H heads, K key and V value width.
 """
+# The language inside the kernels is Triton's, whose constants and launch options are not Python's to check.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +18,7 @@ from variants.errors import UsageError
 from variants.ops.launch_triton import Ragged, expect, format_of, narrow, ragged, require, sigmoid
 
 MAX_K = 512
+PER_WARP = 1024  # values of the state that a warp holds
 BLOCK_V = 8  # one width for every batch: the order of the sums over K follows the tile, so it must not follow the batch
 
 
@@ -73,7 +76,7 @@ def recurrent(
         a_log, dt_bias, state, out, batch.cu_seqlens, batch.slots, fused.scale,
         H=h, K=k_dim, V=v.shape[-1], BK=block_k, BV=BLOCK_V, OUT=format_of(out_dtype),
         NORMALIZE=fused.normalize, GATE=fused.a_log is not None, SIGMOID=fused.sigmoid,
-        num_warps=max(1, block_k * BLOCK_V // 1024),
+        num_warps=max(1, block_k * BLOCK_V // PER_WARP),
     )  # fmt: skip
     return out, state
 
@@ -112,7 +115,7 @@ def gate_operands(fused: Fused, like: Tensor) -> tuple[Tensor, Tensor]:
         "a_log": (fused.a_log.reshape(-1), (like.shape[2],)),
         "dt_bias": (fused.dt_bias.reshape(-1), (like.shape[2] * like.shape[3],)),
     })  # fmt: skip
-    require("kda gate", (torch.float32,), q=None, a_log=fused.a_log, dt_bias=fused.dt_bias)
+    require("kda gate", (torch.float32,), a_log=fused.a_log, dt_bias=fused.dt_bias)
     return fused.a_log.reshape(-1).contiguous(), fused.dt_bias.reshape(-1).contiguous()
 
 

@@ -3,6 +3,8 @@
 The kernels run on a CUDA device, or on the CPU when TRITON_INTERPRET=1 was set before triton was first imported. They
 never fall back to other arithmetic: what a kernel cannot do is refused in one line.
 """
+# The language inside the kernels is Triton's, whose constants and launch options are not Python's to check.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +115,7 @@ def narrow(x, dtype: tl.constexpr):
     """x rounded to dtype, ties_to_even (the interpreter's own cast to bfloat16 truncates)."""
     if INTERPRET and dtype == tl.bfloat16:
         bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
     else:
         return x.to(dtype)

@@ -1,0 +1,176 @@
+"""Time the delta rule's Triton kernels on a GPU, beside the published ones where the fla package is installed.
+
+Same inputs, same run, replays of a captured graph, so that the host's launches are in neither. Errors are against the
+float64 reference on the same inputs. `python -m experiments.bench_kernels OUT.json [--sweep]`.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.testing import do_bench_cudagraph
+
+from variants.ops import kda, kda_chunk_triton, kda_triton
+from variants.ops.kda_chunk_triton import FLA, NARROW_TILES, VLLM, Tiles
+from variants.ops.launch_triton import ragged
+
+HEADS, WIDTH = 32, 128
+RECURRENT, CHUNK = (1, 64), (64, 512, 2048, 8192)
+FUSED = kda_triton.Fused(normalize=True, scale=WIDTH**-0.5)
+BF16 = torch.bfloat16
+# what a stage may be launched with; each is timed with the others left as they are
+CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
+    "decay": {"decay_k": (32, 64), "decay_warps": (2, 4)},
+    "scores": {"scores_k": (32, 64, 128), "scores_warps": (1, 2, 4)},
+    "solve": {"solve_d": (64, 128), "solve_warps": (4, 8)},
+    "carry": {"state_v": (16, 32, 64), "state_warps": (4, 8), "state_stages": (2, 3)},
+    "output": {"output_k": (64, 128), "output_v": (64, 128), "output_warps": (4, 8)},
+}
+RECURRENT_CHOICES = {"BLOCK_V": (8, 16, 32), "PER_WARP": (512, 1024, 2048)}
+
+
+def inputs(length: int) -> tuple[Tensor, ...]:
+    """q, k, v bfloat16 [1, T, H, 128], g and beta float32, state float32 [1, H, 128, 128]."""
+    make = torch.Generator(device="cuda").manual_seed(length)
+    q, k, v, f = (torch.randn(1, length, HEADS, WIDTH, device="cuda", generator=make) for _ in range(4))
+    beta = torch.randn(1, length, HEADS, device="cuda", generator=make).sigmoid()
+    state = torch.randn(1, HEADS, WIDTH, WIDTH, device="cuda", generator=make)
+    return q.to(BF16), k.to(BF16), v.to(BF16), torch.nn.functional.logsigmoid(f), beta, state
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta, state = (x.double() for x in (q, k, v, g, beta, state))
+    return kda.recurrent(kda.l2norm(q) * WIDTH**-0.5, kda.l2norm(k), v, g, beta, state)
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def microseconds(call: Callable[[], Any]) -> list[float]:
+    """Two medians of graph replays, so that their spread shows."""
+    return [1e3 * do_bench_cudagraph(call, rep=20, return_mode="median") for _ in range(2)]
+
+
+def measured(call: Callable[[], tuple[Tensor, Tensor]], expected: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    o, state = call()
+    row = {"error": error(o, expected[0]), "state_error": error(state, expected[1])}
+    return row | {"us": microseconds(call)}
+
+
+def ours(length: int, form: str, x: tuple[Tensor, ...], expected: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Errors from the call that returns a new state; times with the state in its slot, updated in place."""
+    *operands, state = x
+    batch, pool = ragged([length], [0], device="cuda"), state.clone()
+    if form == "recurrent":
+        core, more = kda_triton.recurrent, {}
+    else:
+        core, more = kda_chunk_triton.chunk, {"rounding": VLLM if form == "chunk_vllm" else FLA}
+    more |= {"fused": FUSED, "out_dtype": BF16}
+    row = measured(lambda: core(*operands, state, **more), expected)
+    return row | {"us": microseconds(lambda: core(*operands, pool, batch=batch, **more))}
+
+
+def published(form: str, x: tuple[Tensor, ...], expected: tuple[Tensor, Tensor]) -> dict[str, Any] | None:
+    """The same call of the fla package, or None where it is not installed."""
+    if find_spec("fla") is None:
+        return None
+    from fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+    core = fused_recurrent_kda if form == "recurrent" else chunk_kda
+    *operands, state = x
+    more = {"scale": WIDTH**-0.5, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    with torch.inference_mode():
+        return measured(lambda: core(*operands, initial_state=state, **more), expected)
+
+
+def compared() -> list[dict[str, Any]]:
+    rows = []
+    cases = [("recurrent", n) for n in RECURRENT] + [(f, n) for n in CHUNK for f in ("chunk_fla", "chunk_vllm")]
+    for form, length in cases:
+        x = inputs(length)
+        expected = reference(*x)
+        row = {"form": form, "tokens": length, "ours": ours(length, form, x, expected)}
+        if form != "chunk_vllm":
+            row["fla"] = published(form, x, expected)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def stages(length: int, tiles: Tiles) -> dict[str, Callable[[], Any]]:
+    """Each launch of the chunked form alone, on what the launches before it made."""
+    q, k, v, g, beta, state = inputs(length)
+    batch = ragged([length], [0], device="cuda")
+    q, k = kda_chunk_triton._normalized(q, k, BF16)
+    run = kda_chunk_triton._Run(q, k, v, beta, state, batch, FUSED, FLA, tiles)
+    total = run.decay(g)
+    a, aqk = run.scores(total)
+    u, w, kg = run.solve(a, total)
+    h, v_new = run.carry(u, w, kg, total)
+    return {
+        "normalize": lambda: kda_chunk_triton._normalized(q, k, BF16),
+        "decay": lambda: run.decay(g),
+        "scores": lambda: run.scores(total),
+        "solve": lambda: run.solve(a, total),
+        "carry": lambda: run.carry(u, w, kg, total),
+        "output": lambda: run.output(total, h, aqk, v_new, BF16),
+    }
+
+
+def swept(length: int) -> list[dict[str, Any]]:
+    """Every choice of every stage; one that does not fit the device is a row without a time."""
+    rows = [{"stage": name, "tokens": length, "tiles": {}, "us": microseconds(call)}
+            for name, call in stages(length, NARROW_TILES).items()]  # fmt: skip
+    for stage, options in CHOICES.items():
+        for values in product(*options.values()):
+            chosen = dict(zip(options, values, strict=True))
+            try:
+                us = microseconds(stages(length, replace(NARROW_TILES, **chosen))[stage])
+            except triton.runtime.errors.OutOfResources:
+                us = None
+            rows.append({"stage": stage, "tokens": length, "tiles": chosen, "us": us})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def swept_recurrent(length: int) -> list[dict[str, Any]]:
+    """Widths of a program's columns and values held by a warp."""
+    *operands, state = inputs(length)
+    batch, rows = ragged([length], [0], device="cuda"), []
+    before = {name: getattr(kda_triton, name) for name in RECURRENT_CHOICES}
+    for values in product(*RECURRENT_CHOICES.values()):
+        chosen = dict(zip(RECURRENT_CHOICES, values, strict=True))
+        vars(kda_triton).update(chosen)
+        us = microseconds(lambda: kda_triton.recurrent(*operands, state, batch=batch, fused=FUSED, out_dtype=BF16))
+        rows.append({"stage": "recurrent", "tokens": length, "tiles": chosen, "us": us})
+        print(json.dumps(rows[-1]), flush=True)
+    vars(kda_triton).update(before)
+    return rows
+
+
+def run(out: Path, *, sweep: bool = False) -> dict[str, Any]:
+    """Compare, and with `sweep` time every choice of tiles; writes strict JSON to `out` and returns it."""
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "heads": HEADS, "width": WIDTH, "tiles": asdict(NARROW_TILES), "rows": compared(),
+    }  # fmt: skip
+    if sweep:
+        result["sweep"] = [
+            *(row for length in RECURRENT for row in swept_recurrent(length)),
+            *(row for length in (64, 2048) for row in swept(length)),
+        ]
+    out.write_text(json.dumps(result, indent=1, allow_nan=False))
+    return result
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sweep="--sweep" in sys.argv[2:])

@@ -1,0 +1,74 @@
+"""The RMSNorm kernels against the float64 reference."""
+
+import pytest
+import torch
+
+from tests.triton_case import F32_BOUND, agrees, draw
+from variants.errors import UsageError
+from variants.ops import norm
+from variants.ops.norm_triton import MAX_WIDTH, NormRule, add_rms_norm, gated_rms_norm, rms_norm
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+BF16, F32 = torch.bfloat16, torch.float32
+EPS = 1e-5
+WIDTHS = [1, 72, 129, pytest.param(2304, marks=pytest.mark.gpu), pytest.param(7168, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm_is_the_reference(width: int) -> None:
+    """Plain RMSNorm is within float32 rounding; a rounded output is the float32 one, rounded once."""
+    x, weight = draw(2, 3, width, seed=1), draw(width, seed=2)
+    out = rms_norm(x, weight, EPS)
+    expected = norm.rms_norm(x.double(), weight.double(), EPS)
+    assert agrees(out, expected, F32_BOUND)
+    assert not agrees(out, norm.rms_norm(x.double(), weight.double(), EPS + 1e-3), F32_BOUND), "another eps is seen"
+    assert torch.equal(rms_norm(x, weight, EPS, rule=NormRule(out_dtype=BF16)), out.to(BF16))
+
+
+def test_two_roundings_are_before_and_after_the_weight() -> None:
+    """With `twice` the normed value is rounded before the weight, and the product again."""
+    x, weight = draw(4, 72, seed=1, dtype=BF16), draw(72, seed=2, dtype=BF16)
+    ones = torch.ones_like(weight)
+    once = rms_norm(x, ones, EPS, rule=NormRule(out_dtype=BF16))
+    twice = rms_norm(x, weight, EPS, rule=NormRule(out_dtype=BF16, twice=True))
+    assert torch.equal(twice, (once.float() * weight.float()).to(BF16))
+    assert not torch.equal(twice, rms_norm(x, weight, EPS, rule=NormRule(out_dtype=BF16)))
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_rms_norm_takes_the_variance_of_the_sum_it_is_told(width: int, stored: bool) -> None:
+    """The new residual is the rounded sum, and the norm is of that or of the sum before its store, never the other."""
+    x, residual, weight = draw(3, width, seed=1, dtype=BF16), draw(3, width, seed=2, dtype=BF16), draw(width, seed=3)
+    before = residual.clone()
+    out, total = add_rms_norm(x, residual, weight, EPS, rule=NormRule(stored=stored))
+    wide = x.double() + residual.double()
+    assert torch.equal(total, (x.float() + residual.float()).to(BF16))
+    assert torch.equal(residual, before)
+    seen, other = (total.double(), wide) if stored else (wide, total.double())
+    assert agrees(out, norm.rms_norm(seen, weight.double(), EPS), F32_BOUND)
+    if width > 1:  # of one element, the norm is its sign
+        assert not agrees(out, norm.rms_norm(other, weight.double(), EPS), F32_BOUND)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gated_rms_norm_is_the_reference(width: int) -> None:
+    """Norm, weight and sigmoid gate are within float32 rounding, rounded once at the end."""
+    x, gate, weight = draw(2, 3, width, seed=1), draw(2, 3, width, seed=2), draw(width, seed=3)
+    out = gated_rms_norm(x, weight, gate, eps=EPS)
+    wide = [y.double() for y in (x, weight, gate)]
+    assert agrees(out, norm.gated_rms_norm(wide[0], wide[1], wide[2].sigmoid(), eps=EPS), F32_BOUND)
+    assert not agrees(out, norm.gated_rms_norm(wide[0], wide[1], wide[2].tanh(), eps=EPS), F32_BOUND)
+    assert torch.equal(gated_rms_norm(x, weight, gate, eps=EPS, out_dtype=BF16), out.to(BF16))
+
+
+def test_a_row_has_its_bits_whatever_stands_beside_it() -> None:
+    """One row alone and the same row among others: the same bits."""
+    x, weight = draw(5, 72, seed=1), draw(72, seed=2)
+    assert torch.equal(rms_norm(x, weight, EPS)[2:3], rms_norm(x[2:3], weight, EPS))
+
+
+def test_a_row_too_wide_is_refused() -> None:
+    """A row wider than the kernel holds stops in one line."""
+    with pytest.raises(UsageError, match=f"exceeds the kernel's {MAX_WIDTH}"):
+        rms_norm(draw(1, MAX_WIDTH + 1, seed=1), draw(MAX_WIDTH + 1, seed=2), EPS)
