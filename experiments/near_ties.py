@@ -13,7 +13,7 @@ from harness.engines.local import LocalEngine
 from harness.gate import part_of
 from harness.golden import Golden, load_golden
 from harness.near_ties import Gaps, NearTie, TokenText, oracle_gaps, recorded_gaps
-from harness.noise_scale import Gaussian, Measured, Noise, measure
+from harness.noise_scale import Gaussian, Noise, measure
 from harness.numerics import policy
 from harness.oracle import Forced, consult
 from harness.plots import plot_near_ties
@@ -100,9 +100,8 @@ def _other_model(golden: Golden, sha256: str) -> tuple[str, ...]:
     made_by = golden.provenance.get("model_sha256")
     if made_by in (None, sha256):
         return ()
-    return (
-        f"model differs (golden {str(made_by)[:12]}, oracle {sha256[:12]}): the oracle judges another model's tokens",
-    )
+    names = f"golden {str(made_by)[:12]}, oracle {sha256[:12]}"
+    return (f"model differs ({names}): the oracle judges another model's tokens",)
 
 
 def _given(word: str) -> Gaussian:
@@ -167,9 +166,7 @@ def _text(found: Found, places: list[NearTie], figure: Path) -> str:
 
 def _summary(found: Found) -> list[str]:
     gaps, noise = found.gaps, found.noise
-    lines = [
-        f"{gaps.golden.name}: {gaps.places} places, golden token not the {gaps.source}'s choice in {gaps.not_first}"
-    ]
+    lines = [f"{gaps.golden.name}: {gaps.places} places, {gaps.not_first} golden tokens not the {gaps.judge}'s choice"]
     if noise is not None:
         lines.append(
             f"noise {noise.scale_nats:.3g} nat: {gaps.under(noise.scale_nats)} gaps under it, "

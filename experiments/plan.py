@@ -127,6 +127,7 @@ def _needed(config: Settings, arms: list[Arm], *, free: bool) -> list[dict[str, 
                      "tokens": None if prompts is None else prompts * tokens,
                      "difference_per_prompt": contrast.mean if effect is None else effect,
                      "standard_error": None if effect else _finite(contrast),
+                     "determined": effect is not None or abs(contrast.mean) >= 2 * contrast.mean_error,
                      "sd_per_prompt": float(np.sqrt(contrast.prompt_variance))})  # fmt: skip
     return rows
 
@@ -145,7 +146,7 @@ def _text(document: dict) -> str:
     total, least = document["tokens"], document["smallest_difference"]
     return "\n".join(
         [
-            f"golden {document['golden']}, {total} tokens; power {document['power']:g}, two-sided {document['alpha']:g}",
+            f"golden {document['golden']}: {total} tokens; power {document['power']:g}, alpha {document['alpha']:g}",
             "",
             text_table(header, variants),
             f"Free-running on these {total} tokens, two scores must lie {least:.1f} tokens apart to be told apart"
@@ -158,7 +159,7 @@ def _text(document: dict) -> str:
 def _plan_text(document: dict, kind: str) -> list[str]:
     rows = document[kind]
     cells = [
-        [f"{r['tokens_per_prompt']}{'*' if r['extrapolated'] else ''}", r["prompts"], r["tokens"],
+        [f"{r['tokens_per_prompt']}{'*' if r['extrapolated'] else ''}", _sure(r, "prompts"), _sure(r, "tokens"),
          f"{r['difference_per_prompt']:+.3g}", None if r["standard_error"] is None else f"{r['standard_error']:.2g}",
          f"{r['sd_per_prompt']:.3g}"]
         for r in rows
@@ -169,11 +170,15 @@ def _plan_text(document: dict, kind: str) -> list[str]:
         lines.append("* past the golden's own tokens every place has the mean hazard")
     if any(r["prompts"] is None for r in rows):
         lines.append("-: the two are expected to score alike, so no number of prompts tells them apart")
-    if any(r["standard_error"] and abs(r["difference_per_prompt"]) < 2 * r["standard_error"] for r in rows):
+    if not all(r["determined"] for r in rows):
         lines.append(
-            "The difference is under twice its error: this golden does not fix it; plan with difference=SHARE."
+            "?: the difference is under twice its error, this golden does not fix it; plan with difference=SHARE"
         )
     return lines
+
+
+def _sure(row: dict, name: str) -> str | int | None:
+    return row[name] if row["determined"] or row[name] is None else f"{row[name]}?"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,132 @@
+"""The float64 forward with one layer's weights in memory at a time: layer by layer over all rows.
+
+Beside the checkpoint as it is stored, the widest thing held is one layer in float64 (or the embedding, or the head), so
+a model whose weights fill most of a device can still be judged on it. Every position comes from one pass over prompt
+and forced tokens; in float64 that differs from the decode path by less than 1e-10 nats.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from variants.binding import Binder
+from variants.decode import padded
+from variants.dtypes import DType
+from variants.layers import Norm
+from variants.model import Layer
+from variants.recipe import Recipe
+from variants.rounding import NoProbe
+from variants.state import State
+from variants.weights import Casts, Weights
+
+Tokens = Sequence[int]
+TOKENS_AT_ONCE = 4096  # bounds activations and, squared over a row, attention scores
+ROWS_AT_ONCE = 32  # bounds recurrent states, which do not shrink with the row
+HEAD_AT_ONCE = 256  # positions of logits; 0.3 GB each time at 160 k tokens of vocabulary
+
+
+class OneLayer(Weights):
+    """Weights whose experts go into their stack one by one, so that all their casts are never held beside it."""
+
+    def experts(
+        self, prefix: str, leaves: tuple[str, ...], count: int, dtype: DType, *, operand: DType | None = None
+    ) -> Tensor:
+        names = [tuple(f"{prefix}.experts.{e}.{leaf}.weight" for leaf in leaves) for e in range(count)]
+        return self.casts.stack((prefix, leaves, dtype, operand), lambda: self._stacked(names, dtype, operand))
+
+    def _stacked(self, names: Sequence[tuple[str, ...]], dtype: DType, operand: DType | None) -> Tensor:
+        one = Weights(Casts(self.casts.checkpoint, device=self.casts.device), self.semantics)
+        stored = [self.casts.checkpoint.tensors[name] for name in names[0]]
+        shape = (len(names), sum(len(x) for x in stored), stored[0].shape[1])
+        stack = torch.empty(shape, dtype=dtype.torch, device=self.casts.device)
+        for out, group in zip(stack, names, strict=True):
+            out.copy_(one.cat(group, dtype, operand=operand))
+            one.casts.drop()
+        return stack
+
+
+@dataclass
+class Group:
+    """Rows that run together: their indices, ids [B, W] filled up at the right, real lengths, residual stream."""
+
+    rows: list[int]
+    tokens: Tensor
+    lengths: list[int]
+    stream: Tensor
+
+    def advance(self, layer: Layer, binder: Binder, piece: int) -> None:
+        """Run one layer over the rows; a row of more than `piece` tokens stands alone and goes piece by piece."""
+        rows, width = self.tokens.shape
+        state = State(binder.config, binder.recipe, slots=rows, max_len=width, device=str(self.stream.device))
+        out = []
+        for start in range(0, width, piece):
+            x = self.stream[:, start : start + piece]
+            lengths = self.lengths if piece >= width else [x.shape[1]]
+            batch = state.batch(range(rows), lengths, x.shape[1], str(x.device))
+            out.append(layer(x, x, batch, state)[0])  # in float64 no sum is rounded: stored and unrounded are one
+            state.advance(batch)
+        self.stream = torch.cat(out, 1) if len(out) > 1 else out[0]
+
+
+@torch.inference_mode()
+def streamed_logits(
+    casts: Casts,
+    recipe: Recipe,
+    prompts: Sequence[Tokens],
+    continuations: Sequence[Tokens],
+    *,
+    tokens_at_once: int = TOKENS_AT_ONCE,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (row, first position, logits [n, V] float64) until every continuation token of every row has its logits.
+
+    casts: used by this pass alone, emptied after each layer. recipe: one that computes everything in float64. A row
+    without continuation yields nothing. Rows of like length run together, at most `tokens_at_once` tokens of them.
+    """
+    assert recipe == recipe.at_precision(DType.f64), "the stream is carried unrounded, which holds in float64 alone"
+    binder = Binder(casts.checkpoint.config, recipe, OneLayer(casts, recipe.semantics), NoProbe(), -1, "prefill")
+    sequences = {i: [*p, *c[:-1]] for i, (p, c) in enumerate(zip(prompts, continuations, strict=True)) if len(c)}
+    groups = [_embedded(binder, rows, sequences) for rows in _grouped(sequences, tokens_at_once)]
+    casts.drop()
+    for i in range(binder.config.num_layers):
+        layer = Layer(binder.on(i))
+        for group in groups:
+            group.advance(layer, binder, tokens_at_once)
+        del layer
+        casts.drop()
+    head = Head(binder)
+    for group in groups:
+        for row, n, stream in zip(group.rows, group.lengths, group.stream, strict=True):
+            first = len(prompts[row]) - 1
+            for at in range(first, n, HEAD_AT_ONCE):
+                yield row, at - first, head(stream[at : min(at + HEAD_AT_ONCE, n)])
+    casts.drop()
+
+
+class Head:
+    """The final norm and the product with lm_head: stream [n, D] -> logits [n, V]."""
+
+    def __init__(self, binder: Binder) -> None:
+        b = binder.on(binder.config.num_layers)
+        self.norm = Norm(b, "final_norm", "model.norm.weight", b.config.rms_norm_eps)
+        self.operand = b.at("lm_head_in")
+        self.product = b.product("lm_head", b.weights.get("lm_head.weight", b.rule("lm_head").accum))
+
+    def __call__(self, stream: Tensor) -> Tensor:
+        return self.product(self.operand(self.norm(stream, stream)))
+
+
+def _embedded(binder: Binder, rows: list[int], sequences: dict[int, list[int]]) -> Group:
+    embedding = binder.weights.get("model.embed_tokens.weight", binder.rule("embed").accum)
+    tokens, lengths = padded([sequences[i] for i in rows], binder.weights.casts.device)
+    return Group(rows, tokens, lengths, binder.at("embed")(embedding[tokens]))
+
+
+def _grouped(sequences: dict[int, list[int]], tokens_at_once: int) -> Iterator[list[int]]:
+    """Rows in groups of like length, the longest first, each of at most `tokens_at_once` tokens with its filling."""
+    order = sorted(sequences, key=lambda i: -len(sequences[i]))
+    while order:
+        size = min(ROWS_AT_ONCE, max(1, tokens_at_once // len(sequences[order[0]])))
+        yield order[:size]
+        order = order[size:]
