@@ -146,6 +146,18 @@ COMMANDS: tuple[Command, ...] = (
         example="neartie variants",
     ),
     Command(
+        name="calibrate",
+        summary="re-make the stored calibration: how far correct variants stand",
+        module="experiments.calibrate",
+        usage="neartie calibrate [golden=G] [limit=N] [max_tokens=N] [members=K] ...",
+        text=(
+            "Runs benign variants, composed for this alone, each against the envelope of\n"
+            "its own recipe, and stores their shifts with a hash (out=FILE). Verdicts add\n"
+            "this spread to that of the envelope's members."
+        ),
+        example="neartie calibrate out=/tmp/again.json seed=1",
+    ),
+    Command(
         name="doctor",
         summary="what is installed, which devices there are, are the assets whole",
         module="experiments.doctor",

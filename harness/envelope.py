@@ -1,4 +1,4 @@
-"""The envelope: how far rounding alone takes a recipe from the oracle, place by place, and where a candidate stands in it.
+"""The envelope: how far rounding alone takes a recipe from the oracle, place by place, and where a candidate stands.
 
 K members are float64 runs with independent noise of +-half an ulp wherever the recipe rounds (Monte-Carlo arithmetic,
 `harness.rounding_noise`); all are teacher-forced through the decode path beside the oracle, which is the same float64
@@ -13,7 +13,8 @@ import numpy as np
 
 from harness.forced_errors import Battery, ErrorTable, Party, errors_against
 from harness.forced_values import Candidate, LastTokens, ModelCandidate, layer_places
-from harness.rounding_noise import RoundingNoise, noise_plan, twin
+from harness.rounding_noise import RoundingNoise, noise_plan, stream, twin
+from harness.significance import Spread, next_run_p
 from variants.errors import UsageError
 from variants.model import Model
 from variants.recipe import Place, Recipe
@@ -46,6 +47,11 @@ class Envelope:
         return self.errors.shape[0]
 
     @property
+    def head(self) -> int:
+        """Which of `places` is the logits."""
+        return next(i for i, (site, _) in enumerate(self.places) if site == "lm_head")
+
+    @property
     def rms(self) -> np.ndarray:
         """The envelope itself: rms error over the members, [S, P]."""
         return np.sqrt(np.mean(self.errors**2, axis=0))
@@ -61,6 +67,47 @@ class Envelope:
         squares = self.errors**2
         others = np.sqrt((squares.sum(0) - squares).clip(0) / (self.members - 1))
         return self._excess(self.errors, others)
+
+    def levels(self, errors: np.ndarray) -> np.ndarray:
+        """Mean over positions of ln(error) at each place, [..., S, P] -> [..., S]: what runs are compared by.
+
+        One member in which routing changed lifts the rms over the members, and with it every excess of the others;
+        the mean of logarithms is not moved so.
+        """
+        return np.log(np.maximum(errors, F64_FLOOR * self.table.scale)).mean(-1)
+
+    def shift(self, errors: np.ndarray) -> np.ndarray:
+        """A candidate's level minus the members' mean level: [..., S, P] -> [..., S], 0 where it is one of them."""
+        return self.levels(errors) - self.member_levels.mean
+
+    @property
+    def member_levels(self) -> Spread:
+        return Spread.of(self.levels(self.errors))
+
+    def p_values(self, errors: np.ndarray, model: Spread | None = None) -> np.ndarray:
+        """For each place, how surprising so high a level of errors [S, P] is for a run of this recipe; not corrected.
+
+        model: how far correct implementations are from members (`harness.calibration`), on top of the members' spread.
+        """
+        return next_run_p(self.levels(errors), self.member_levels, *([] if model is None else [model]))
+
+    def logprob_errors(self, deviations: np.ndarray) -> np.ndarray:
+        """rms over the watched tokens of deviations [..., P, W] in nats, NaN for one that is unknown: [..., P].
+
+        Raises UsageError for a position of which nothing is known.
+        """
+        known = ~np.isnan(deviations)
+        if not known.any(-1).all():
+            raise UsageError("logprobs: a position has none of the watched tokens; ask the engine for more of its top")
+        return np.sqrt(np.nansum(deviations**2, -1) / known.sum(-1))
+
+    def logprob_levels(self, deviations: np.ndarray) -> tuple[float, Spread]:
+        """A candidate's mean ln(rms deviation) over positions [P, W], and the members' over the same tokens."""
+        unknown = np.isnan(deviations)
+        members = self.logprob_errors(np.where(unknown, np.nan, self.deviations))
+        floor = F64_FLOOR * self.table.scale[self.head]
+        own = np.log(np.maximum(self.logprob_errors(deviations), floor)).mean(-1)
+        return float(own), Spread.of(np.log(np.maximum(members, floor)).mean(-1))
 
     def _excess(self, errors: np.ndarray, envelope: np.ndarray) -> np.ndarray:
         floor = F64_FLOOR * self.table.scale
@@ -120,8 +167,3 @@ def model_maker(recipe: Recipe, casts: Casts, noise: Probe | None = None) -> Cal
         return Model(casts.checkpoint.config, recipe, Weights(casts, recipe.semantics), probe=seen)
 
     return build
-
-
-def stream(seed: int, group: int) -> int:
-    """The seed of one group's draws: independent of every other pair of seed and group."""
-    return int(np.random.SeedSequence((seed, group)).generate_state(1, np.uint64)[0] >> 1)

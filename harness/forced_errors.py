@@ -98,7 +98,7 @@ def errors_against(
     *,
     begin: Callable[[int], None] = lambda group: None,
 ) -> ErrorTable:
-    """Walk the oracle and all parties; the last tapped logits are those of ("lm_head", num_layers), which must be wanted.
+    """Walk the oracle and all parties; ("lm_head", num_layers) must be among the places.
 
     begin: called with the number of each group of prompts before it runs. Raises EngineError for a value that is not
     finite.

@@ -12,6 +12,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,6 +195,11 @@ def _without_fine(plan: dict[Where, PlaceNoise]) -> dict[Where, PlaceNoise]:
         kept[where] = noise.without_fine() if coarse[where[2]] else noise
         coarse[where[2]] |= noise.coarse and where[0] not in CARRIED
     return kept
+
+
+def stream(seed: int, group: int) -> int:
+    """The seed of one group's draws: independent of every other pair of seed and group."""
+    return int(np.random.SeedSequence((seed, group)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def twin(recipe: Recipe) -> Recipe:

@@ -1,0 +1,122 @@
+"""`neartie calibrate`: measure benign variants against their envelopes and store how far correct implementations stand.
+
+The variants here were composed for this alone and bear no name of conf/variant/, so that a variant that is judged later
+did not take part in fixing what is normal.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from experiments.words import Flags
+from harness.calibration import Calibration, calibrate, load_calibration, write_calibration
+from harness.compose import load
+from harness.config import Config, EngineKind
+from harness.engines.assets import checkpoint_folder
+from harness.text_table import text_table
+from variants.errors import UsageError
+
+OUT = "assets/calibration/kimi_linear_12m.json"
+BENIGN = {
+    "bf16": (
+        "f64_islands gemm=bf16",
+        "bf16_stream gemm=bf16 norm.rounding=twice elementwise.swiglu=stepwise",
+        "bf16_stream kda.chunk_size=32 logits=bf16",
+        "incremental_recurrent gemm=bf16 mla.inputs=bf16",
+        "bf16_stream gemm=bf16 elementwise.conv=stepwise moe.experts=grouped",
+        "bf16_stream mla.kv_cache=bf16 kda.conv_state=bf16 mla.probs=bf16 mla.prefill=dense_f32 mla.decode=dense_f32",
+        "bf16_stream kda.state=bf16 kda.outputs=bf16",
+        "bf16_residual gemm=bf16 moe.expert_sum=bf16 norm.variance=stored",
+        "transformers_mirror norm.rounding=once params.a_log=as_stored norm.kv_eps=config",
+        "transformers_mirror elementwise.beta=keep logits=f32",
+    ),
+    "f16": (
+        "f32 stream=f16",
+        "f32 gemm=f16",
+        "f32 stream=f16 gemm=f16 kda.prefill=chunk",
+        "f32 stream=f16 norm.variance=stored norm.rounding=twice",
+        "f32 gemm=f16 logits=f16 moe.experts=grouped",
+    ),
+    "f32": (
+        "f32 kda.prefill=chunk kda.chunk_size=16",
+        "f32 mla.prefill=online_f32 mla.decode=online_f32",
+        "f32 kda.prefill=island_f32 kda.decode=island_f32",
+        "f32 kda.prefill=chunk moe.experts=grouped mla.cache=expanded",
+        "f32 mla.prefill=flash mla.tile_q=16 mla.tile_k=32 kda.decode=recurrent_gemv",
+        "f32 mla.prefill=absorbed mla.decode=absorbed mla.kv_splits=2 mla.tile_k=32",
+        "f32 fused_projections=true execution.batch=8 moe.router_scale=before",
+        "f32 kda.prefill=recurrent_gemv kda.decode=recurrent_gemv mla.decode=sdpa mla.prefill=sdpa",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Config):
+    """members: noisy runs for each variant. out: the file that is written."""
+
+    golden: str = "wide"
+    limit: int = 12
+    max_tokens: int = 16
+    members: int = 8
+    out: str = OUT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine.kind is not EngineKind.local:
+            raise UsageError(f"calibrate runs variants, and engine={self.engine.kind.name} has none; leave engine= out")
+        if self.members < 3:
+            raise UsageError(f"members={self.members}: expected at least 3, their spread is read off them")
+
+
+def run(config: Settings, flags: Flags) -> int:
+    """Measure, write, and print what changed against the file that was there."""
+    from harness.engines.local import shared_casts
+    from harness.forced_errors import Battery
+    from harness.gate import part_of
+    from harness.golden import load_golden
+    from harness.numerics import check_device, policy
+
+    check_device(config.device)
+    out = Path(config.out)
+    before = load_calibration(out) if out.is_file() else None
+    golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
+    folder = str(checkpoint_folder(config.model.path))
+    casts = shared_casts(folder, config.model.sha256, config.device.torch_name)
+    labels = [words for group in BENIGN.values() for words in group]
+    variants = {words: load([f"variant={words.split()[0]}", *_changes(words)]).variant for words in labels}
+    with policy(config.device):
+        found = calibrate(
+            casts,
+            variants,
+            Battery.of(golden),
+            members=config.members,
+            seed=config.seed,
+            named={"golden": config.golden, "golden_hash": golden.hash},
+        )
+    write_calibration(found, out)
+    print(json.dumps(found.as_dict() | {"hash": found.hash}) if flags.json else _text(found, before, out))
+    return 0
+
+
+def _changes(words: str) -> list[str]:
+    return [f"variant.{change}" for change in words.split()[1:]]
+
+
+def _text(found: Calibration, before: Calibration | None, out: Path) -> str:
+    ends = (0, len(found.places) - 2, len(found.places) - 1)
+    rows = [[b.family, b.variant, *(f"{b.shift[i]:+.3f}" for i in ends)] for b in found.benign]
+    for name in BENIGN:
+        shifts = np.array([b.shift for b in found.benign if b.family == name])
+        rows.append([name, "(mean, sd)", *(f"{shifts[:, i].mean():+.3f} {shifts[:, i].std(ddof=1):.3f}" for i in ends)])
+    same = "" if before is None else f"; was {before.hash[:12]}" + ("" if before.hash != found.hash else ", the same")
+    head = f"{out}: {len(found.benign)} benign variants, {found.positions} positions, hash {found.hash[:12]}{same}"
+    return "\n".join([head, "", text_table(("family", "variant", *(found.places[i] for i in ends)), rows)])
+
+
+if __name__ == "__main__":
+    from experiments.cli import main
+
+    sys.exit(main(["calibrate", *sys.argv[1:]]))
