@@ -4,6 +4,7 @@ import csv
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from experiments.words import Flags
 from harness import strict_json
@@ -23,7 +24,8 @@ from harness.token_text import token_text
 from variants.axes import Variant
 from variants.errors import DeviceError, UsageError
 
-MEASURED = "measured"
+MEASURED: Literal["measured"] = "measured"
+Given = Gaussian | Literal["measured"] | None
 LISTED = 20
 
 
@@ -53,9 +55,9 @@ class Found:
 def run(config: Settings, flags: Flags) -> int:
     """List, tabulate and plot the near-ties of one golden."""
     golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
-    recorded, wanted = "recorded" in flags.values, flags.values.get("noise")
-    _refuse_unread(config, recorded=recorded, noise=wanted)
-    found = _recorded(golden, wanted) if recorded else _judged(config, golden, wanted)
+    recorded, noise = "recorded" in flags.values, _given(flags.values.get("noise"))
+    _refuse_unread(config, recorded=recorded, noise=noise)
+    found = _recorded(golden, noise) if recorded else _judged(config, golden, noise)
     places = found.gaps.nearest(text=None if recorded else _texts(config))
     if file := flags.values.get("csv"):
         _write_csv(Path(file), places)
@@ -68,19 +70,20 @@ def run(config: Settings, flags: Flags) -> int:
     return 0
 
 
-def _refuse_unread(config: Settings, *, recorded: bool, noise: str | None) -> None:
+def _refuse_unread(config: Settings, *, recorded: bool, noise: Given) -> None:
     if recorded and noise == MEASURED:
         raise UsageError("--recorded reads no model, so --noise=measured cannot run one; give --noise in nats")
     if noise != MEASURED and config.variant != Variant():
         raise UsageError(f"variant {config.label} is read by --noise=measured alone; add that or leave variant= out")
 
 
-def _recorded(golden: Golden, noise: str | None) -> Found:
+def _recorded(golden: Golden, noise: Given) -> Found:
+    assert noise != MEASURED
     remark = "no oracle: gaps are the reference engine's own, rounded as it rounds and cut where its list ends"
-    return Found(gaps=recorded_gaps(golden), noise=None if noise is None else _given(noise), remarks=(remark,))
+    return Found(gaps=recorded_gaps(golden), noise=noise, remarks=(remark,))
 
 
-def _judged(config: Settings, golden: Golden, noise: str | None) -> Found:
+def _judged(config: Settings, golden: Golden, noise: Given) -> Found:
     engine = LocalEngine.from_config(config)
     checkpoint, cache = engine.casts.checkpoint, Path(config.results) / "cache"
     check_vocabulary(golden, checkpoint.config.vocab_size)
@@ -89,7 +92,7 @@ def _judged(config: Settings, golden: Golden, noise: str | None) -> Found:
         oracle = consult(checkpoint, Forced.of(golden), device=device, cache=cache)
         gaps, remarks = oracle_gaps(golden, oracle), _other_model(golden, checkpoint.sha256)
         if noise != MEASURED:
-            return Found(gaps=gaps, noise=None if noise is None else _given(noise), remarks=remarks)
+            return Found(gaps=gaps, noise=noise, remarks=remarks)
         own = consult(checkpoint, Forced.of(golden), semantics=engine.recipe.semantics, device=device, cache=cache)
         measured = measure(engine, own)
     said = f"noise of {config.label}, one run: rms {measured.rms_nats:.3g} nat, largest {measured.magnitudes[-1]:.3g}"
@@ -104,11 +107,14 @@ def _other_model(golden: Golden, sha256: str) -> tuple[str, ...]:
     return (f"model differs ({names}): the oracle judges another model's tokens",)
 
 
-def _given(word: str) -> Gaussian:
+def _given(word: str | None) -> Given:
+    if word is None or word == MEASURED:
+        return MEASURED if word else None
     try:
-        return Gaussian(float(word))
+        nats = float(word)
     except ValueError as error:
         raise UsageError(f"--noise={word}: expected a number of nats, or {MEASURED}") from error
+    return Gaussian(nats)
 
 
 def _texts(config: Settings) -> TokenText | None:

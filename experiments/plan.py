@@ -18,10 +18,12 @@ from harness.numerics import policy
 from harness.oracle import Forced, consult
 from harness.plan import (
     Contrast,
+    check_rematch,
     free_running,
     free_running_contrast,
     hazard,
     of_length,
+    quantiles,
     smallest_difference,
     teacher_forced_contrast,
 )
@@ -52,6 +54,8 @@ class Settings(Config):
         super().__post_init__()
         if self.engine.kind is not EngineKind.local:
             raise UsageError(f"plan compares variants, and engine={self.engine.kind.name} has none; leave engine= out")
+        quantiles(power=self.power, alpha=self.alpha)
+        check_rematch(self.rematch)
         if not 0 <= self.difference < 1:
             raise UsageError(f"difference={self.difference}: expected a share of tokens, 0 or more and under 1")
 

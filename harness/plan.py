@@ -71,7 +71,7 @@ class Contrast:
         effect = self.mean if difference is None else difference
         if effect == 0:
             return None
-        z_alpha, z_power = _quantiles(power, alpha)
+        z_alpha, z_power = quantiles(power=power, alpha=alpha)
         normal = (z_alpha + z_power) ** 2 * self.prompt_variance / effect**2
         return max(2, math.ceil(normal + z_alpha**2 / 2))
 
@@ -82,8 +82,7 @@ def free_running(flips: np.ndarray, *, rematch: float = 0.0) -> Moments:
     The number of tokens before the first divergence has P(D >= t) = prod over s <= t of (1 - flips[s]); a constant
     hazard makes it geometric, cut at T.
     """
-    if not 0 <= rematch < 1:
-        raise UsageError(f"rematch={rematch}: expected a probability, 0 or more and under 1")
+    check_rematch(rematch)
     moments = [_free_row(row[~np.isnan(row)], rematch) for row in flips]
     return Moments(*(np.array(x) for x in zip(*moments, strict=True)))
 
@@ -125,17 +124,23 @@ def of_length(flips: np.ndarray, tokens: int) -> np.ndarray:
     return np.concatenate([flips, np.full((n, tokens - t), hazard(flips))], -1)
 
 
+def check_rematch(rematch: float) -> None:
+    """Raises UsageError for what is no probability under 1."""
+    if not 0 <= rematch < 1:
+        raise UsageError(f"rematch={rematch}: expected a probability, 0 or more and under 1")
+
+
 def smallest_difference(sd_a: float, sd_b: float, *, power: float, alpha: float) -> float:
     """The least difference of two scores that one run of each finds with probability `power`, in the sd's unit.
 
     sd_a, sd_b: of each score over draws of its own noise, the battery being the same.
     """
-    z_alpha, z_power = _quantiles(power, alpha)
+    z_alpha, z_power = quantiles(power=power, alpha=alpha)
     return (z_alpha + z_power) * math.hypot(sd_a, sd_b)
 
 
-def _quantiles(power: float, alpha: float) -> tuple[float, float]:
-    """Standard normal quantiles at 1 - alpha / 2 and at `power`."""
+def quantiles(*, power: float, alpha: float) -> tuple[float, float]:
+    """Standard normal quantiles at 1 - alpha / 2 and at `power`; raises UsageError for what no test can have."""
     for name, value in (("power", power), ("alpha", alpha)):
         if not 0 < value < 1:
             raise UsageError(f"{name}={value}: expected a probability between 0 and 1")
