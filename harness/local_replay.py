@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from harness.lockstep import Stepper, Tokens, walk_steppers
-from harness.probes import Against, Place, Tap
+from harness.probes import Against, Place, Tap, chain
 from variants.decode import Sequences
-from variants.dtypes import narrowest_holding, ulp
+from variants.dtypes import DType, narrowest_holding, ulp
 from variants.model import Model
 from variants.recipe import Recipe, Rule
 from variants.rounding import Probe, Step
 from variants.sites import BY_EXPERT, BY_KEY, BY_ROW, INSIDE_ATTENTION, INTEGER
+from variants.weights import Weights
 
 # Rounding inside an operation beyond its last store, in units of its accumulation format at the value's typical size.
 # The chunked delta rule inverts a matrix and subtracts large terms: its error at single positions is larger. Measured
@@ -113,7 +114,8 @@ def local_replay(
     """
     tap = Tap()
     comparison = _Comparison(recipe, tap)
-    oracle = make_oracle(comparison.probe)
+    oracle = make_oracle(chain([comparison.probe, comparison.scores]))
+    comparison.weights = oracle.weights
     tokens = max(len(c) for c in continuations)
     runs = [make_variant(tap), Sequences(oracle, prompts, tokens)]
     for _ in walk_steppers(runs, continuations):
@@ -122,10 +124,14 @@ def local_replay(
 
 
 class _Comparison:
+    """Where the reports of the replay's probe go. `scores` sees the router's scores that the replay goes on with."""
+
     def __init__(self, recipe: Recipe, tap: Tap) -> None:
         self.recipe = recipe
         self.errors: dict[Key, OpError] = {}
         self.probe = Against(lambda: tap.calls, self._report, substitute=True)
+        self.scores = Tap(lambda site, layer: site == "router_scores")
+        self.weights: Weights | None = None
 
     def _report(self, place: Place, mine: Tensor, theirs: Tensor) -> bool:
         step = self.probe.step
@@ -134,12 +140,29 @@ class _Comparison:
             return False
         entry = self.errors.setdefault((*place, step.phase), OpError())
         if place[0] in INTEGER:
-            entry.changed += int((mine.sort(-1).values != theirs.sort(-1).values).any(-1).sum())
-            entry.count += mine.shape[0]
+            self._choices(entry, place[1], mine, theirs.to(mine.device), step)
             return True
         rule = bounding_rule(self.recipe, place, step.phase)
         enter(entry, mine.double(), theirs.double().to(mine.device), rule=rule, step=step, site=place[0])
         return True
+
+    def _choices(self, entry: OpError, layer: int, mine: Tensor, theirs: Tensor, step: Step) -> None:
+        """Expert sets chosen from the same scores: they may differ only where the gap is within the sum's rounding."""
+        assert self.weights is not None
+        scores = self.scores.values[("router_scores", layer)].double()
+        name = f"model.layers.{layer}.block_sparse_moe.gate.e_score_correction_bias"
+        choice = scores + self.weights.get(name, DType.f64)
+        gap = choice.gather(-1, mine).amin(-1) - choice.gather(-1, theirs).amin(-1)
+        changed = (mine.sort(-1).values != theirs.sort(-1).values).any(-1)
+        unit = self.recipe.rule("router_scores", layer, step.phase).accum.unit_roundoff
+        allowed_gap = CHOICE_UNITS * unit * choice.abs().amax(-1).clamp_min(1.0)
+        ratio = torch.where(changed, gap / allowed_gap * LIMIT, 0.0).reshape(len(step.slots), -1)
+        entry.count += mine.shape[0]
+        entry.changed += int(changed.sum())
+        note_positions(entry, ratio, tuple(step.starts), step)
+
+
+CHOICE_UNITS = 8.0
 
 
 def bounding_rule(recipe: Recipe, place: Place, phase: str) -> Rule:
@@ -197,8 +220,15 @@ def _positions(entry: OpError, square: Tensor, allow: Tensor, step: Step, site: 
     """The worst and the first bad position; experts' rows have no position of their own and count as position -1."""
     rows, starts = _layout(square, step, site)
     ratio = (square.reshape(rows).sum(-1) / allow.reshape(rows).sum(-1).clamp_min(1e-300)).sqrt()
+    note_positions(entry, ratio, starts, step, by_key=site in BY_KEY)
+
+
+def note_positions(
+    entry: OpError, ratio: Tensor, starts: tuple[int, ...] | None, step: Step, *, by_key: bool = False
+) -> None:
+    """Enter ratios [rows, positions] of error over bound; tokens that fill up a shorter row do not count."""
     real = torch.ones_like(ratio, dtype=torch.bool)
-    if starts is not None and ratio.shape[1] == max(step.lengths) and site not in BY_KEY:
+    if starts is not None and ratio.shape[1] == max(step.lengths) and not by_key:
         lengths = torch.tensor(step.lengths, device=ratio.device).unsqueeze(1)
         real = torch.arange(ratio.shape[1], device=ratio.device) < lengths
     ratio = torch.where(real, ratio, 0.0)
