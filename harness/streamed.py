@@ -57,14 +57,16 @@ class Group:
     stream: Tensor
 
     def advance(self, layer: Layer, binder: Binder, piece: int) -> None:
-        """Run one layer over the rows; a row of more than `piece` tokens stands alone and goes piece by piece."""
+        """Run one layer over the rows, in pieces where they are longer than `piece` tokens.
+
+        Filling counts as tokens here: it stands at the right, where nothing before it sees it.
+        """
         rows, width = self.tokens.shape
         state = State(binder.config, binder.recipe, slots=rows, max_len=width, device=str(self.stream.device))
         out = []
         for start in range(0, width, piece):
             x = self.stream[:, start : start + piece]
-            lengths = self.lengths if piece >= width else [x.shape[1]]
-            batch = state.batch(range(rows), lengths, x.shape[1], str(x.device))
+            batch = state.batch(range(rows), [x.shape[1]] * rows, x.shape[1], str(x.device))
             out.append(layer(x, x, batch, state)[0])  # in float64 no sum is rounded: stored and unrounded are one
             state.advance(batch)
         self.stream = torch.cat(out, 1) if len(out) > 1 else out[0]

@@ -136,6 +136,12 @@ def test_no_difference_needs_no_prompts_because_none_help() -> None:
     assert asked > 3 * twice
 
 
+def test_prompts_that_differ_among_themselves_count() -> None:
+    """Without any noise the spread between prompts alone sets the number: (1.96 + 0.84)^2 * 2 / 2^2 + 1.96^2 / 2."""
+    assert Contrast(np.array([1.0, 3.0]), np.zeros(2)).prompts(power=0.8, alpha=0.05) == 6
+    assert Contrast(np.array([2.0, 2.0]), np.zeros(2)).prompts(power=0.8, alpha=0.05) == 2
+
+
 def test_more_is_asked_for_more_needed() -> None:
     """More power, a smaller alpha and a noisier prompt need more prompts; swapping the variants changes nothing."""
     c = Contrast(np.array([1.0, 2.0, 1.5]), np.array([4.0, 5.0, 6.0]))
