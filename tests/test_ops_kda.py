@@ -213,9 +213,8 @@ def test_chunks_and_steps_differ_by_rounding_alone(length: int) -> None:
 def test_zero_tokens_after_the_last_change_nothing(length: int) -> None:
     """With k, v, beta and g zero a token leaves the recurrent state bit-identical, the chunked one within 2e-17."""
     x = drawn(1, length, 2, 8, 8, decay=0.1)
-    padded = Inputs(
-        *(torch.cat([y, torch.zeros_like(y[:, :1]).expand(-1, 9, *y.shape[2:])], 1) for y in x[:5]), x.state
-    )
+    longer = [torch.cat([y, torch.zeros_like(y[:, :1]).expand(-1, 9, *y.shape[2:])], 1) for y in x[:5]]
+    padded = Inputs._make([*longer, x.state])
     assert torch.equal(recurrent(padded)[1], recurrent(x)[1])
     assert torch.equal(recurrent(padded)[0][:, :length], recurrent(x)[0])
     for size in (16, 64):
