@@ -53,7 +53,7 @@ class LastTokens:
 
         def keep(x: Tensor) -> Tensor:
             y = x if inner is None else inner(x)
-            last = _last(y, self.step, site)
+            last = last_token(y, self.step, site)
             self.kept[(site, layer)].update(zip(self.step.slots, last.unbind(0), strict=True))
             return y
 
@@ -64,7 +64,7 @@ class LastTokens:
         return {place: torch.stack([kept[i] for i in range(rows)]).double() for place, kept in self.kept.items()}
 
 
-def _last(x: Tensor, step: Step, site: str) -> Tensor:
+def last_token(x: Tensor, step: Step, site: str) -> Tensor:
     """[B, T, ...] or [B * T, ...] -> [B, width] of each row's last real token; the head has that one token alone."""
     rows = len(step.lengths)
     if x.shape[0] != rows and x.shape[0] % rows == 0:
@@ -81,7 +81,7 @@ def _last(x: Tensor, step: Step, site: str) -> Tensor:
 class ModelCandidate:
     """A model of ours: `build` makes it around a probe, `batch` rows run together (None: all)."""
 
-    build: Callable[[Probe], Model]
+    build: Callable[[LastTokens], Model]
     batch: int | None = None
 
     def values(self, prompts: Sequence[Tokens], forced: Sequence[Tokens], wanted: Sequence[Place]) -> Iterator[Values]:

@@ -190,7 +190,8 @@ def _internal(accum: DType, units: float) -> float:
 
 
 def _without_fine(plan: dict[Where, PlaceNoise]) -> dict[Where, PlaceNoise]:
-    kept, coarse = {}, dict.fromkeys(PHASES, False)
+    kept: dict[Where, PlaceNoise] = {}
+    coarse: dict[str, bool] = dict.fromkeys(PHASES, False)
     for where, noise in plan.items():
         kept[where] = noise.without_fine() if coarse[where[2]] else noise
         coarse[where[2]] |= noise.coarse and where[0] not in CARRIED
