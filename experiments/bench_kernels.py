@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import product
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ FUSED = kda_triton.Fused(normalize=True, scale=WIDTH**-0.5)
 BF16 = torch.bfloat16
 # what a stage may be launched with; each is timed with the others left as they are
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
-    "decay": {"decay_k": (32, 64), "decay_warps": (2, 4)},
-    "scores": {"scores_k": (32, 64, 128), "scores_warps": (1, 2, 4)},
-    "solve": {"solve_d": (64, 128), "solve_warps": (4, 8)},
-    "carry": {"state_v": (16, 32, 64), "state_warps": (4, 8), "state_stages": (2, 3)},
-    "output": {"output_k": (64, 128), "output_v": (64, 128), "output_warps": (4, 8)},
-}
-RECURRENT_CHOICES = {"BLOCK_V": (8, 16, 32), "PER_WARP": (512, 1024, 2048)}
+    "scores": {"scores_k": (32, 64), "scores_warps": (1, 2, 4), "scores_unroll": (1, 4),
+               "scores_registers": (0, 128)},
+    "solve": {"solve_d": (64, 128), "solve_warps": (4,)},
+    "carry": {"state_v": (16, 32), "state_warps": (4,), "state_stages": (3, 4)},
+    "output": {"output_k": (64,), "output_v": (64, 128), "output_warps": (4,)},
+}  # fmt: skip
+SWEPT = (64, 2048)
 
 
 def inputs(length: int) -> tuple[Tensor, ...]:
@@ -126,12 +127,12 @@ def stages(length: int, tiles: Tiles) -> dict[str, Callable[[], Any]]:
     }
 
 
-def swept(length: int) -> list[dict[str, Any]]:
-    """Every choice of every stage; one that does not fit the device is a row without a time."""
-    rows = [{"stage": name, "tokens": length, "tiles": {}, "us": microseconds(call)}
-            for name, call in stages(length, NARROW_TILES).items()]  # fmt: skip
+def swept() -> list[dict[str, Any]]:
+    """Every choice of every stage at two lengths; one that does not fit the device is a row without a time."""
+    rows = [{"stage": name, "tokens": n, "tiles": {}, "us": microseconds(call)}
+            for n in SWEPT for name, call in stages(n, NARROW_TILES).items()]  # fmt: skip
     for stage, options in CHOICES.items():
-        for values in product(*options.values()):
+        for values, length in product(product(*options.values()), SWEPT):
             chosen = dict(zip(options, values, strict=True))
             try:
                 us = microseconds(stages(length, replace(NARROW_TILES, **chosen))[stage])
@@ -142,32 +143,32 @@ def swept(length: int) -> list[dict[str, Any]]:
     return rows
 
 
-def swept_recurrent(length: int) -> list[dict[str, Any]]:
-    """Widths of a program's columns and values held by a warp."""
-    *operands, state = inputs(length)
-    batch, rows = ragged([length], [0], device="cuda"), []
-    before = {name: getattr(kda_triton, name) for name in RECURRENT_CHOICES}
-    for values in product(*RECURRENT_CHOICES.values()):
-        chosen = dict(zip(RECURRENT_CHOICES, values, strict=True))
-        vars(kda_triton).update(chosen)
-        us = microseconds(lambda: kda_triton.recurrent(*operands, state, batch=batch, fused=FUSED, out_dtype=BF16))
-        rows.append({"stage": "recurrent", "tokens": length, "tiles": chosen, "us": us})
-        print(json.dumps(rows[-1]), flush=True)
-    vars(kda_triton).update(before)
-    return rows
+def fastest(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """For every stage the tiles whose time, relative to the best at each length, is least in the geometric mean."""
+    tiles: dict[str, int] = {}
+    for stage in CHOICES:
+        timed = [r for r in rows if r["stage"] == stage and r["tiles"]]
+        choices = [dict(t) for t in dict.fromkeys(tuple(r["tiles"].items()) for r in timed)]
+        tiles |= min(choices, key=lambda c: prod(min(r["us"] or [inf]) for r in timed if r["tiles"] == c))
+    return tiles
 
 
 def run(out: Path, *, sweep: bool = False) -> dict[str, Any]:
-    """Compare, and with `sweep` time every choice of tiles; writes strict JSON to `out` and returns it."""
+    """Compare, with `sweep` after timing every choice of tiles and with the fastest of them.
+
+    Writes strict JSON to `out` and returns it.
+    """
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "heads": HEADS, "width": WIDTH, "tiles": asdict(NARROW_TILES), "rows": compared(),
+        "heads": HEADS, "width": WIDTH,
     }  # fmt: skip
+    tiles = NARROW_TILES
     if sweep:
-        result["sweep"] = [
-            *(row for length in RECURRENT for row in swept_recurrent(length)),
-            *(row for length in (64, 2048) for row in swept(length)),
-        ]
+        result["sweep"] = swept()
+        tiles = replace(NARROW_TILES, **fastest(result["sweep"]))
+        print(json.dumps({"fastest": asdict(tiles)}), flush=True)
+        kda_chunk_triton.NARROW_TILES = tiles
+    result |= {"tiles": asdict(tiles), "rows": compared()}
     out.write_text(json.dumps(result, indent=1, allow_nan=False))
     return result
 

@@ -78,10 +78,10 @@ def test_experts_round_where_they_are_told(rule: Rounding) -> None:
 
 @pytest.mark.gpu
 def test_experts_are_the_reference_at_model_size() -> None:
-    """The same with 64 experts, D 2304, I 1024 and eight slots, and at batches of one tile and of many."""
-    for tokens in (2, 300):
-        check(tokens, (64, 2304, 1024), 8, Rounding(), 2e-5)
-        check(tokens, (64, 2304, 1024), 8, VLLM, 2e-3)
+    """The same with 16 experts, D 2304, I 1024 and four slots, and at batches of one tile and of many."""
+    for tokens in (2, 40):
+        check(tokens, (16, 2304, 1024), 4, Rounding(), 2e-5)
+        check(tokens, (16, 2304, 1024), 4, VLLM, 2e-3)
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 16), (3, 130, 65), pytest.param((300, 2304, 4096), marks=pytest.mark.gpu)])

@@ -16,6 +16,8 @@ CHUNK = 64
 SUB = 16
 BT = tl.constexpr(CHUNK)
 BC = tl.constexpr(SUB)
+PAIRS = 10  # blocks of 16 on and below the diagonal of a chunk
+BLOCKS = tl.constexpr(PAIRS)
 LOG2E = tl.constexpr(1.4426950408889634)
 # where the query's scale enters (ScaleAt in kda_chunk_triton)
 SCALE_QUERY = tl.constexpr(0)
@@ -97,69 +99,101 @@ def _invert(strict):
 
 
 @triton.jit
+def _left_scores(
+    q, k, total, begin, size, head, row, col, scale,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, Q_SCALED: tl.constexpr,
+    SCALE_AT: tl.constexpr, BASE2: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """k k' and q k' of the 16 rows from `row` and the 16 earlier columns from `col`, as products at PRECISION: both
+    factors are taken relative to the first of the rows."""
+    rows, before = row + tl.arange(0, BC), col + tl.arange(0, BC)
+    kk, qk = tl.zeros([BC, BC], tl.float32), tl.zeros([BC, BC], tl.float32)
+    for start in range(0, K, BK):
+        cols = start + tl.arange(0, BK)
+        mask, past = (rows < size)[:, None] & (cols < K)[None, :], (cols < K)[None, :] & (before < row)[:, None]
+        first = tl.load(total + ((begin + row) * H + head) * K + cols, mask=cols < K, other=0.0)[None, :]
+        grown = power(tl.minimum(_tile(total, begin, head, rows, cols, mask, H, K) - first, 0.0), BASE2)
+        left = power(tl.minimum(first - _tile(total, begin, head, before, cols, past, H, K), 0.0), BASE2)
+        left = tl.trans(_tile(k, begin, head, before, cols, past, H, K).to(tl.float32) * left)
+        query = _tile(q, begin, head, rows, cols, mask, H, K).to(tl.float32)
+        if SCALE_AT == SCALE_QUERY:
+            query = narrow(query * scale, Q_SCALED).to(tl.float32)
+        elif SCALE_AT == SCALE_PRODUCT:
+            query = query * scale
+        kk += dot(_tile(k, begin, head, rows, cols, mask, H, K).to(tl.float32) * grown, left, PRECISION)
+        qk += dot(query * grown, left, PRECISION)
+    if SCALE_AT == SCALE_SUM:
+        qk *= scale
+    return kk, qk
+
+
+@triton.jit
+def _own_scores(
+    q, k, total, begin, size, head, row, scale,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, Q_SCALED: tl.constexpr,
+    SCALE_AT: tl.constexpr, BASE2: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """k k' below and q k' up to the diagonal of one 16x16 block, column by column: each pair has its own exponent."""
+    at = tl.arange(0, BC)
+    rows = row + at
+    kk, qk = tl.zeros([BC, BC], tl.float32), tl.zeros([BC, BC], tl.float32)
+    for start in range(0, K, BK):
+        cols = start + tl.arange(0, BK)
+        mask = (rows < size)[:, None] & (cols < K)[None, :]
+        key = _tile(k, begin, head, rows, cols, mask, H, K).to(tl.float32)
+        query = _tile(q, begin, head, rows, cols, mask, H, K).to(tl.float32)
+        if SCALE_AT == SCALE_QUERY:
+            query = narrow(query * scale, Q_SCALED).to(tl.float32)
+        decay = _tile(total, begin, head, rows, cols, mask, H, K)
+        for j in tl.range(0, BC, loop_unroll_factor=UNROLL):
+            one = ((begin + row + j) * H + head) * K + cols
+            here = (cols < K) & (row + j < size)
+            other = tl.load(k + one, mask=here, other=0.0).to(tl.float32)[None, :]
+            past = tl.load(total + one, mask=here, other=0.0)[None, :]
+            other = other * power(tl.minimum(decay - past, 0.0), BASE2)  # above zero only where it is masked out
+            column = at[None, :] == j
+            kk += tl.where(column, tl.sum(key * other, 1)[:, None], 0.0)
+            qk += tl.where(column, tl.sum(query * other, 1)[:, None], 0.0)
+    if SCALE_AT != SCALE_QUERY:
+        qk *= scale
+    below = at[:, None] - at[None, :]
+    return tl.where(below > 0, kk, 0.0), tl.where(below >= 0, qk, 0.0)
+
+
+@triton.jit
 def scores_kernel(
     q, k, total, beta, a, aqk, chunks, cu_seqlens, scale,
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, Q_SCALED: tl.constexpr, AQK: tl.constexpr,
-    SCALE_AT: tl.constexpr, SIGMOID: tl.constexpr, BASE2: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE_AT: tl.constexpr, SIGMOID: tl.constexpr, BASE2: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One sub-block of 16 rows of a chunk against the chunk's keys: beta k k' into `a` and q k' into `aqk`.
+    """One of the ten 16x16 blocks on and below the diagonal of a chunk: beta k k' into `a`, q k' into `aqk`.
 
-    a [tokens, H, 64] float32: left of the diagonal block the scores, in it the inverse of (I + scores), right of it
-    zeros. aqk [tokens, H, 64]: lower triangular. Left of the diagonal block both factors are taken relative to the
-    sub-block's first row and multiplied at PRECISION; inside it each pair of rows has its own exponent.
+    Both are [tokens, H, 64]; above the block diagonal they are neither written nor read. On it `a` holds the inverse of
+    (I + beta k k'). a is float32.
     """
-    begin, size, _ = _span(chunks, cu_seqlens, tl.program_id(0) // (BT // BC))
-    base, head = (tl.program_id(0) % (BT // BC)) * BC, tl.program_id(1)
-    if base < size:
-        at, every = tl.arange(0, BC), tl.arange(0, BT)
-        rows = base + at
-        real = rows < size
-        left_a, left_q = tl.zeros([BC, BT], tl.float32), tl.zeros([BC, BT], tl.float32)
-        own_a, own_q = tl.zeros([BC, BC], tl.float32), tl.zeros([BC, BC], tl.float32)
-        for start in range(0, K, BK):
-            cols = start + tl.arange(0, BK)
-            mask = real[:, None] & (cols < K)[None, :]
-            key = _tile(k, begin, head, rows, cols, mask, H, K).to(tl.float32)
-            query = _tile(q, begin, head, rows, cols, mask, H, K).to(tl.float32)
-            if SCALE_AT == SCALE_QUERY:
-                query = narrow(query * scale, Q_SCALED).to(tl.float32)
-            d = _tile(total, begin, head, rows, cols, mask, H, K)
-            if base > 0:
-                first = tl.load(total + ((begin + base) * H + head) * K + cols, mask=cols < K, other=0.0)
-                fresh = power(tl.where(real[:, None], d - first[None, :], 0.0), BASE2)
-                before = (every < base)[:, None] & (cols < K)[None, :]
-                past = _tile(k, begin, head, every, cols, before, H, K).to(tl.float32)
-                d_past = _tile(total, begin, head, every, cols, before, H, K)
-                past = tl.trans(past * power(tl.where(before, first[None, :] - d_past, 0.0), BASE2))
-                left_a += dot(key * fresh, past, PRECISION)
-                if SCALE_AT == SCALE_PRODUCT:
-                    left_q += dot(query * scale * fresh, past, PRECISION)
-                else:
-                    left_q += dot(query * fresh, past, PRECISION)
-            for j in range(BC):
-                one = ((begin + base + j) * H + head) * K + cols
-                here = (cols < K) & (base + j < size)
-                key_j = tl.load(k + one, mask=here, other=0.0).to(tl.float32)
-                d_j = tl.load(total + one, mask=here, other=0.0)
-                seen = real & (at >= j)
-                pair = key_j[None, :] * power(tl.where(seen[:, None], d - d_j[None, :], 0.0), BASE2)
-                column = at[None, :] == j
-                own_a += tl.where(column & (at > j)[:, None], tl.sum(key * pair, 1)[:, None], 0.0)
-                own_q += tl.where(column & (at >= j)[:, None], tl.sum(query * pair, 1)[:, None], 0.0)
-        b = tl.load(beta + (begin + rows) * H + head, mask=real, other=0.0).to(tl.float32)
+    begin, size, _ = _span(chunks, cu_seqlens, tl.program_id(0) // BLOCKS)
+    pair, head = tl.program_id(0) % BLOCKS, tl.program_id(1)
+    i = (pair >= 1).to(tl.int32) + (pair >= 3).to(tl.int32) + (pair >= 6).to(tl.int32)
+    row, col = i * BC, (pair - i * (i + 1) // 2) * BC
+    if row < size:
+        at = tl.arange(0, BC)
+        real = row + at < size
+        b = tl.load(beta + (begin + row + at) * H + head, mask=real, other=0.0).to(tl.float32)
         if SIGMOID:
             b = sigmoid(b)
-        if SCALE_AT == SCALE_PRODUCT:
-            own_q *= scale
-        elif SCALE_AT == SCALE_SUM:
-            own_q *= scale
-            left_q *= scale
-        out = ((begin + rows) * H + head)[:, None] * BT
-        outside = real[:, None] & ((every < base) | (every >= base + BC))[None, :]
-        tl.store(a + out + every[None, :], left_a * b[:, None], mask=outside)
-        tl.store(aqk + out + every[None, :], narrow(left_q, AQK), mask=outside)
-        tl.store(a + out + base + at[None, :], _invert(own_a * b[:, None]), mask=real[:, None])
-        tl.store(aqk + out + base + at[None, :], narrow(own_q, AQK), mask=real[:, None])
+        if row == col:
+            kk, qk = _own_scores(
+                q, k, total, begin, size, head, row, scale, H, K, BK, Q_SCALED, SCALE_AT, BASE2, UNROLL
+            )
+            kk = _invert(kk * b[:, None])
+        else:
+            kk, qk = _left_scores(
+                q, k, total, begin, size, head, row, col, scale, H, K, BK, Q_SCALED, SCALE_AT, BASE2, PRECISION
+            )
+            kk = kk * b[:, None]
+        out = ((begin + row + at) * H + head)[:, None] * BT + col + at[None, :]
+        tl.store(a + out, kk, mask=real[:, None])
+        tl.store(aqk + out, narrow(qk, AQK), mask=real[:, None])
 
 
 @triton.jit
@@ -287,7 +321,8 @@ def output_kernel(
         acc += dot(x, tl.load(seen, mask=(keys < K)[:, None] & (cols < V)[None, :], other=0.0), PRECISION)
     if SCALE_AT == SCALE_SUM:
         acc *= scale
-    x = tl.load(aqk + ((begin + rows) * H + head)[:, None] * BT + rows[None, :], mask=real, other=0.0)
+    written = real & ((rows // BC)[:, None] >= (rows // BC)[None, :])
+    x = tl.load(aqk + ((begin + rows) * H + head)[:, None] * BT + rows[None, :], mask=written, other=0.0)
     acc += dot(x, _tile(v_new, begin, head, rows, cols, real & (cols < V)[None, :], H, V), PRECISION)
     acc = tl.where(tl.load(slots + n) >= 0, acc, 0.0)
     out = ((begin + rows) * H + head)[:, None] * V + cols[None, :]

@@ -85,11 +85,13 @@ class Tiles:
     decay_warps: int = 2
     scores_k: int = 32
     scores_warps: int = 1
-    solve_d: int = 64
+    scores_unroll: int = 4
+    scores_registers: int = 128  # a thread's, so that more programs share a multiprocessor; 0: the compiler's choice
+    solve_d: int = 128
     solve_warps: int = 4
     state_v: int = 32
     state_warps: int = 4
-    state_stages: int = 2
+    state_stages: int = 3
     output_k: int = 64
     output_v: int = 64
     output_warps: int = 4
@@ -97,7 +99,7 @@ class Tiles:
 
 
 NARROW_TILES = Tiles()
-WIDE_TILES = Tiles(scores_warps=4, solve_d=32, solve_warps=8, state_v=16, state_warps=8, output_k=32, output_warps=8)
+WIDE_TILES = Tiles(solve_d=32, solve_warps=8, state_v=16, state_warps=8, state_stages=2, output_k=32, output_warps=8)
 NORMALIZE_ROWS = 8
 MAX_CHUNK_K = 256
 
@@ -194,12 +196,13 @@ class _Run:
     def scores(self, total: Tensor) -> tuple[Tensor, Tensor]:
         r = self.rounding
         a, aqk = self.scratch(kernels.CHUNK, F32), self.scratch(kernels.CHUNK, r.kda_aqk)
-        blocks = len(self.batch.chunks) * (kernels.CHUNK // kernels.SUB)
+        blocks = len(self.batch.chunks) * kernels.PAIRS
         kernels.scores_kernel[(blocks, self.q.shape[2])](
             self.q, self.k, total, self.beta, a, aqk, *self.where, self.fused.scale, **self.dims,
             BK=self.tiles.scores_k, Q_SCALED=format_of(r.kda_q_scaled), AQK=format_of(r.kda_aqk),
             SCALE_AT=r.scale_at.value, SIGMOID=self.fused.sigmoid, BASE2=r.base2, PRECISION=r.scores.value,
-            num_warps=self.tiles.scores_warps,
+            UNROLL=self.tiles.scores_unroll, num_warps=self.tiles.scores_warps, num_stages=1,
+            maxnreg=self.tiles.scores_registers or None,
         )  # fmt: skip
         return a, aqk
 
