@@ -1,5 +1,6 @@
 """`neartie plan`: how many prompts and tokens a battery needs to tell two variants apart."""
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,25 +120,34 @@ def _document(config: Settings, golden: Golden, arms: list[Arm]) -> dict[str, ob
 
 
 def _needed(config: Settings, arms: list[Arm], *, free: bool) -> list[dict[str, object]]:
-    """What is needed at several lengths of a prompt's continuation."""
+    """What is needed at several lengths of a prompt's continuation, the golden's own among them."""
     own = arms[0].flips.shape[1]
+    at_own = _contrast(config, arms, own, free=free)
     rows = []
     for tokens in dict.fromkeys(max(1, int(own * share)) for share in LENGTHS):
-        a, b = (of_length(arm.flips, tokens) for arm in arms)
-        contrast = free_running_contrast(a, b, rematch=config.rematch) if free else teacher_forced_contrast(a, b)
-        effect = config.difference * tokens if config.difference else None
+        contrast = _contrast(config, arms, tokens, free=free)
+        # Past the golden's tokens nothing new was measured: the error grows with the length.
+        error = contrast.mean_error if tokens <= own else at_own.mean_error * tokens / own
+        effect = config.difference * tokens or None
         prompts = contrast.prompts(power=config.power, alpha=config.alpha, difference=effect)
-        rows.append({"tokens_per_prompt": tokens, "extrapolated": tokens > own, "prompts": prompts,
-                     "tokens": None if prompts is None else prompts * tokens,
-                     "difference_per_prompt": contrast.mean if effect is None else effect,
-                     "standard_error": None if effect else _finite(contrast),
-                     "determined": effect is not None or abs(contrast.mean) >= 2 * contrast.mean_error,
-                     "sd_per_prompt": float(np.sqrt(contrast.prompt_variance))})  # fmt: skip
+        rows.append(
+            {
+                "tokens_per_prompt": tokens,
+                "extrapolated": tokens > own,
+                "prompts": prompts,
+                "tokens": None if prompts is None else prompts * tokens,
+                "difference_per_prompt": effect or contrast.mean,
+                "standard_error": None if effect or math.isnan(error) else error,
+                "determined": bool(effect or abs(contrast.mean) >= 2 * error),
+                "sd_per_prompt": math.sqrt(contrast.prompt_variance),
+            }
+        )
     return rows
 
 
-def _finite(contrast: Contrast) -> float | None:
-    return float(contrast.mean_error) if np.isfinite(contrast.mean_error) else None
+def _contrast(config: Settings, arms: list[Arm], tokens: int, *, free: bool) -> Contrast:
+    a, b = (of_length(arm.flips, tokens) for arm in arms)
+    return free_running_contrast(a, b, rematch=config.rematch) if free else teacher_forced_contrast(a, b)
 
 
 def _text(document: dict) -> str:

@@ -186,6 +186,8 @@ def test_command_on_the_shipped_gate(tmp_path: Path, capsys: Captured) -> None:
     assert smallest_difference(bf16["sd"], bf16["sd"], power=0.8, alpha=0.05) > 115 - 91 - 5
     assert [row["tokens_per_prompt"] for row in document["free_running"]] == [4, 8, 16, 32, 64]
     assert [row["extrapolated"] for row in document["free_running"]] == [False, False, False, True, True]
+    errors = [row["standard_error"] for row in document["teacher_forced"]]
+    assert errors[3:] == [2 * errors[2], 4 * errors[2]]  # nothing was measured there, so nothing is known better
 
 
 def test_command_plans_for_a_difference(tmp_path: Path, capsys: Captured) -> None:
