@@ -68,6 +68,21 @@ COMMANDS: tuple[Command, ...] = (
         flags=(REQUIRE,),
     ),
     Command(
+        name="verdict",
+        summary="rounding or defect, and where: every instrument the engine allows",
+        module="experiments.verdict",
+        usage="neartie verdict [variant=V] [golden=G] [engine=transformers] [members=K] ...",
+        text=(
+            "Local replay and precision ladder name the site and layer of a defect; the\n"
+            "envelope of noisy members and routing explain each divergence; the expected\n"
+            "score says what a correct run of the recipe reaches.\n"
+            "members=8  reference=bf16_engine  the variant that stands for the golden's engine\n"
+            "A defect is a result and exits 0, unless --require is given."
+        ),
+        example="neartie verdict engine=transformers engine.dtype=bf16",
+        flags=(Flag(name="require", help="exit 1 where the verdict is DEFECT or INVALID"),),
+    ),
+    Command(
         name="explain",
         summary="what a variant computes at each site; how two variants differ",
         module="experiments.explain",

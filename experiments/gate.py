@@ -42,7 +42,7 @@ class Job:
 
 def run(config: Config, flags: Flags) -> int:
     """Run one gate and put its row on record, whatever comes of it; 1 where a requirement is not met."""
-    with Ledger(Path(config.results) / "ledger").begin(_announced(config)) as row:
+    with Ledger(Path(config.results) / "ledger").begin(announced(config)) as row:
         job = Job(row=row)
         flags.results.append(job)
         check_device(config.device)
@@ -90,17 +90,22 @@ def _gate(config: Config, row: Run) -> GateResult:
         if isinstance(engine, LocalEngine):
             # The next job may read the weights in another dtype: its peak must not hold this one's casts as well.
             stack.callback(engine.casts.drop)
-            _observe(engine, golden, row)
-        texts = _texts(folder / "tokenizer.json")
-        return run_gate(golden, engine, require=config.require, vocab_size=model.vocab_size, text=texts)
+            contradictions = observe_engine(engine, golden, row)
+            _refuse(contradictions)
+        said = texts(folder / "tokenizer.json")
+        return run_gate(golden, engine, require=config.require, vocab_size=model.vocab_size, text=said)
 
 
-def _observe(engine: LocalEngine, golden: Golden, row: Run) -> None:
-    """Record what really runs at each site; EngineError where that is not what the recipe declares."""
+def observe_engine(engine: LocalEngine, golden: Golden, row: Run) -> tuple[str, ...]:
+    """Record what really runs at each site; returns what in it is not what the recipe declares."""
     observed = engine.observed(golden.prompts[0])
     row.add({"recipe": {"observed": observed.as_dict()}})
-    if observed.contradictions:
-        first, more = observed.contradictions[0], len(observed.contradictions) - 1
+    return observed.contradictions
+
+
+def _refuse(contradictions: Sequence[str]) -> None:
+    if contradictions:
+        first, more = contradictions[0], len(contradictions) - 1
         raise EngineError(f"what ran is not what was declared: {first}" + (f" (and {more} more)" if more else ""))
 
 
@@ -111,16 +116,16 @@ def _replayed(config: Config, golden: Golden) -> GateResult:
     return run_gate(golden, engine, require=config.require, prompts=prompts)
 
 
-def _texts(tokenizer: Path) -> Callable[[int], str | None] | None:
+def texts(tokenizer: Path) -> Callable[[int], str | None] | None:
     return token_text(tokenizer) if tokenizer.is_file() else None
 
 
-def _announced(config: Config) -> dict[str, object]:
+def announced(config: Config, experiment: str = "gate") -> dict[str, object]:
     """What a row says before its run: every setting that this engine reads, but not where the row lies."""
     unread = {EngineKind.local: (), EngineKind.transformers: ("variant",), EngineKind.replay: ("variant", "model")}
     left_out = ("results", *unread[config.engine.kind])
     return {
-        "experiment": "gate",
+        "experiment": experiment,
         "engine": config.engine.kind.name,
         "variant": config.label,
         "golden": config.golden,

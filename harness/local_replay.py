@@ -56,6 +56,18 @@ class OpError:
     over: int = 0
     positions: int = 0
 
+    def include(self, other: "OpError", row: int) -> None:
+        """Add another battery's error, all of it as row `row`."""
+        for name in ("count", "error2", "value2", "allowed2", "cross", "non_finite", "changed", "over", "positions"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.fits |= other.fits
+        if other.over:
+            self.rows.add(row)
+        if other.worst > self.worst:
+            self.worst, self.worst_at = other.worst, (row, other.worst_at[1])
+        if other.first is not None and (self.first is None or other.first[1] < self.first[1]):
+            self.first = (row, other.first[1])
+
     @property
     def ratio(self) -> float:
         """Root mean square error over what rounding allows, all positions together."""
@@ -98,6 +110,15 @@ class LocalReplay:
     def excess(self) -> list[Key]:
         """Places in excess, those that ran first in the first bad step first; upstream places come before."""
         return [k for k, e in self.errors.items() if e.in_excess]
+
+
+def merged(parts: Sequence[LocalReplay]) -> LocalReplay:
+    """The errors of several batteries as one; a part's rows are numbered by its place among the parts."""
+    errors: dict[Key, OpError] = {}
+    for number, part in enumerate(parts):
+        for key, error in part.errors.items():
+            errors.setdefault(key, OpError()).include(error, number)
+    return LocalReplay(errors, frozenset().union(*(p.compared for p in parts)))
 
 
 def local_replay(

@@ -1,17 +1,14 @@
-"""What can be done at the places of a run: watch values, add rounding noise, jitter products, compare and substitute.
+"""What can be done at the places of a run: watch values, compare them with another run's, go on with those.
 
 Each is a `variants.rounding.Probe`, bound once. None changes a bit of a run unless that is its purpose.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from variants.dtypes import DType, ulp
-from variants.recipe import Recipe, Rule
+from variants.recipe import Rule
 from variants.rounding import NoProbe, Probe, RoundAt, Step
-from variants.sites import INTEGER
 
 Place = tuple[str, int]
 Wanted = Callable[[str, int], bool]
@@ -53,66 +50,6 @@ class Tap:
             return y
 
         return tap
-
-
-class Noise:
-    """Monte-Carlo arithmetic: half a unit in the last place of uniform noise wherever `recipe` rounds.
-
-    Bound into a float64 run (`recipe.at_precision(f64)`), it perturbs each value at the sites and formats where
-    `recipe` itself would round it, every row of the batch independently. Rows in `clean` stay the oracle's. The width
-    is that of ties_to_even rounding to the format: uniform in +-0.5 ulp of the value.
-    """
-
-    def __init__(self, recipe: Recipe, *, seed: int, clean: int = 0, device: str = "cpu") -> None:
-        self.recipe, self.clean, self.phase = recipe, clean, "prefill"
-        self.random = torch.Generator(device=device).manual_seed(seed)
-
-    def begin(self, step: Step) -> None:
-        self.phase = step.phase
-
-    def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
-        if site in INTEGER:
-            return rounding
-        return lambda x: self._perturb(x, self._format(site, layer))
-
-    def _format(self, site: str, layer: int) -> DType | None:
-        """The narrowest format that the value passes through on its way out of this site."""
-        rule = self.recipe.rule(site, layer, self.phase)
-        return rule.output if rule.output is not None else None
-
-    def _perturb(self, x: Tensor, dtype: DType | None) -> Tensor:
-        if dtype is None or dtype.precision >= DType.f64.precision:
-            return x
-        noise = torch.rand(x.shape, generator=self.random, dtype=x.dtype, device=x.device) - 0.5
-        if self.clean:
-            noise[: self.clean] = 0
-        return x + noise * ulp(x, dtype).to(x.dtype)
-
-
-class Jitter:
-    """Perturbs the operands of every product by a relative amount, before the recipe's own rounding of them.
-
-    A run against its own jittered self has the least distance that any implementation of the same roundings with
-    another order of sums can have.
-    """
-
-    def __init__(self, *, relative: float, seed: int, device: str = "cpu") -> None:
-        self.relative = relative
-        self.random = torch.Generator(device=device).manual_seed(seed)
-
-    def begin(self, step: Step) -> None:
-        return None
-
-    def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
-        if not site.endswith("_in"):
-            return rounding
-
-        def jitter(x: Tensor) -> Tensor:
-            noise = torch.rand(x.shape, generator=self.random, dtype=torch.float64, device=x.device) * 2 - 1
-            y = (x.double() * (1 + self.relative * noise)).to(x.dtype)
-            return y if rounding is None else rounding(y)
-
-        return jitter
 
 
 class Against:

@@ -1,0 +1,133 @@
+"""`neartie verdict`: is what differs rounding or a defect, and where; every instrument that the engine allows."""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.gate import announced, observe_engine, texts
+from experiments.words import Flags
+from harness import strict_json
+from harness.calibration import Calibration, shipped_calibration
+from harness.compose import named_variant
+from harness.config import Config, EngineKind
+from harness.engines import make_engine
+from harness.engines.assets import checkpoint_folder
+from harness.engines.local import LocalEngine, shared_casts
+from harness.gate import GateResult, part_of, run_gate
+from harness.golden import Golden, load_golden
+from harness.ledger import Ledger, Run
+from harness.numerics import check_device, policy
+from harness.provenance import environment
+from harness.verdict import RunClass, Verdict
+from harness.verdict_run import Question, check_engine, judge_run
+from variants.errors import InputError, UsageError
+from variants.recipe import Recipe, resolve
+
+DEFECT = 1
+# A library in bf16 or f32 is taken to compute as the variant of this name, with the checkpoint's own semantics.
+TAKEN_FOR = {"bf16": "bf16_engine", "f16": "bf16_engine", "f32": "f32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Config):
+    """members: of the envelope and the expected score. reference: variant that stands for the golden's engine."""
+
+    members: int = 8
+    reference: str = "bf16_engine"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.members < 2:
+            raise UsageError(f"members={self.members}: expected 2 or more, a spread is read off them")
+        if self.engine.kind is EngineKind.replay:
+            raise UsageError("verdict looks inside engine=local or engine=transformers; for tokens run `neartie gate`")
+
+
+def run(config: Settings, flags: Flags) -> int:
+    """Judge one run and put it on record; exit code 1 with --require where it is a defect."""
+    with Ledger(Path(config.results) / "ledger").begin(announced(config, "verdict")) as row:
+        check_device(config.device)
+        with policy(config.device, tf32=config.variant.tf32), ExitStack() as stack:
+            verdict, gate = _judged(config, row, stack)
+        row.finish(gate.record() | {"verdict": verdict.record(), "expected": verdict.figures.get("expected")})
+    if flags.json:
+        print(strict_json.dumps({"run_id": row.run_id, **verdict.record()}).decode())
+    else:
+        print(text(config, verdict, gate))
+    bad = verdict.run_class in (RunClass.defect, RunClass.invalid)
+    return DEFECT if bad and "require" in flags.values else 0
+
+
+def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, GateResult]:
+    row.add({"environment": environment(device=config.device.torch_name)})
+    golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
+    row.add({"golden_hash": golden.hash, "battery_hash": golden.battery_hash, "bar": golden.bar.name})
+    engine = check_engine(make_engine(config))
+    folder = checkpoint_folder(config.model.path)
+    casts = shared_casts(str(folder), config.model.sha256, config.device.torch_name)
+    stack.callback(casts.drop)
+    row.add({"model_hash": engine.info.model_sha256})
+    seen: tuple[str, ...] = ()
+    if isinstance(engine, LocalEngine):
+        row.add({"variant_hash": engine.recipe.hash, "recipe": {"declared": engine.recipe.as_dict()}})
+        seen = observe_engine(engine, golden, row)
+    model = casts.checkpoint.config
+    gate = run_gate(golden, engine, vocab_size=model.vocab_size, text=texts(folder / "tokenizer.json"))
+    question = Question(
+        golden=golden,
+        engine=engine,
+        casts=casts,
+        declared=engine.recipe if isinstance(engine, LocalEngine) else _taken_for(config, casts.checkpoint.config),
+        reference=resolve(named_variant(config.reference), model),
+        members=config.members,
+        seed=config.seed,
+        calibration=_calibration(casts.checkpoint.sha256),
+    )
+    verdict, scored = judge_run(question, gate, contradictions=seen)
+    row.add({"teacher_forced": _teacher_forced(golden, scored.top_ids[..., 0])})
+    return verdict, gate
+
+
+def _taken_for(config: Settings, model: object) -> Recipe:
+    return resolve(named_variant(TAKEN_FOR[config.engine.dtype.name]), model)  # pyright: ignore[reportArgumentType]
+
+
+def _calibration(sha256: str) -> Calibration | None:
+    """The stored calibration of this checkpoint; another checkpoint is judged by the members' spread alone."""
+    try:
+        return shipped_calibration(sha256)
+    except InputError:
+        return None
+
+
+def _teacher_forced(golden: Golden, chosen: object) -> dict[str, int]:
+    tokens = golden.tokens[0]
+    there = tokens >= 0
+    return {"matched": int(((tokens == chosen) & there).sum()), "total": int(there.sum())}
+
+
+def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
+    """The verdict for a terminal: the line first, then where, the score against what was expected, the divergences."""
+    a, f = gate.agreement, verdict.figures
+    lines = [f"{verdict.run_class.value}  {config.label}: {verdict.reason}"]
+    if "expected" in f:
+        e = f["expected"]
+        assert isinstance(e, dict)
+        lines.append(
+            f"score {a.matched}/{a.total}; a correct run of this recipe: {e['mean']:.1f}, 95 % in "
+            f"{e['low']:.0f}..{e['high']:.0f} (members {e['members']})"
+        )
+    lines += [f"  {x.instrument}: {x.reason}" for x in verdict.findings[:8]]
+    if len(verdict.findings) > 8:
+        lines.append(f"  and {len(verdict.findings) - 8} more findings (--json)")
+    if verdict.divergences:
+        lines += ["", "divergences, teacher-forced on the golden's prefix:"]
+        lines += [f"  {d.reason}" for d in verdict.divergences]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    from experiments.cli import main
+
+    sys.exit(main(["verdict", *sys.argv[1:]]))

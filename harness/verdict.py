@@ -1,0 +1,132 @@
+"""The verdict of a run: every instrument that the engine allows, and one line that a tired person can act on.
+
+A defect is called by the instruments that look inside (observed recipe, local replay, ladder), by an error beyond the
+envelope, or by a divergence that neither rounding nor routing explains. Otherwise what differs is rounding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from harness.divergence import Cause, Divergence
+from harness.ladder import Ladder
+from harness.local_replay import Key, LocalReplay
+from harness.signature import hints
+from variants.model_config import ModelConfig
+from variants.recipe import Recipe
+
+
+class RunClass(Enum):
+    """The class of a whole run."""
+
+    passed = "PASS"
+    rounding = "ROUNDING"
+    defect = "DEFECT"
+    invalid = "INVALID"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Where something is wrong by one instrument. site and layer are None where the instrument cannot tell."""
+
+    instrument: str
+    reason: str
+    site: str | None = None
+    layer: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Class, reason and place of a run; what was found by which instrument; every divergence with its cause.
+
+    confidence: "high" when an instrument that looks inside found it, "low" when only outputs did.
+    """
+
+    run_class: RunClass
+    reason: str
+    site: str | None = None
+    layer: int | None = None
+    confidence: str = "high"
+    findings: tuple[Finding, ...] = ()
+    divergences: tuple[Divergence, ...] = ()
+    instruments: tuple[str, ...] = ()
+    figures: dict[str, object] = field(default_factory=dict)
+
+    def record(self) -> dict[str, object]:
+        """The ledger's verdict field: class, reason, site, layer fixed by the schema, and the rest."""
+        return {
+            "class": self.run_class.value,
+            "reason": self.reason,
+            "site": self.site,
+            "layer": self.layer,
+            "confidence": self.confidence,
+            "instruments": list(self.instruments),
+            "findings": [vars(f) for f in self.findings],
+            "divergences": [d.record() for d in self.divergences],
+            "figures": self.figures,
+        }
+
+
+def replay_findings(replay: LocalReplay, *, recipe: Recipe, config: ModelConfig, rung: str) -> list[Finding]:
+    """One finding for each (site, layer) in excess, the first that a layer produces first."""
+    found: dict[tuple[str, int], Finding] = {}
+    for key in replay.excess():
+        site, layer, _ = key
+        if (site, layer) not in found:
+            found[(site, layer)] = _replay_finding(key, replay, recipe, config, rung)
+    return list(found.values())
+
+
+def _replay_finding(key: Key, replay: LocalReplay, recipe: Recipe, config: ModelConfig, rung: str) -> Finding:
+    error = replay.errors[key]
+    told = hints(key, error, recipe=recipe, config=config)
+    line = f"layer {key[1]} {key[0]}: {error.worst:.3g}x its bound in local replay at {rung}"
+    return Finding(instrument=f"local_replay_{rung}", reason="; ".join([line, *told[:2]]), site=key[0], layer=key[1])
+
+
+def ladder_findings(ladder: Ladder) -> list[Finding]:
+    floor = ladder.floor()
+    if floor is None:
+        return []
+    layer, precision = floor
+    rung = next(r for r in ladder.rungs if r.precision is precision)
+    by = max(rung.excess()[layer:])
+    reason = f"layer {layer}: error has a floor at {precision.name}, e^{by:.1f} over a correct run's, from there on"
+    return [Finding(instrument="ladder", reason=reason, layer=layer)]
+
+
+def conclude(
+    findings: Sequence[Finding],
+    divergences: Sequence[Divergence],
+    *,
+    invalid: str | None,
+    bar_met: bool | None,
+    config: ModelConfig,
+    **more: object,
+) -> Verdict:
+    """Weigh what was found. invalid: why no verdict is possible, None where one is."""
+    common = {"findings": tuple(findings), "divergences": tuple(divergences), **more}
+    if invalid:
+        return Verdict(run_class=RunClass.invalid, reason=invalid, **common)  # pyright: ignore[reportArgumentType]
+    inside = [f for f in findings if f.site is not None] or [f for f in findings if f.layer is not None]
+    if findings:
+        first = inside[0] if inside else findings[0]
+        sure = "high" if inside else "low"
+        return Verdict(run_class=RunClass.defect, reason=f"{first.reason}: defect", site=first.site, layer=first.layer,
+                       confidence=sure, **common)  # fmt: skip  # pyright: ignore[reportArgumentType]
+    unexplained = [d for d in divergences if d.cause in (Cause.defect, Cause.golden_side, Cause.non_finite)]
+    if unexplained:
+        worst = min(unexplained, key=lambda d: d.p)
+        return Verdict(run_class=RunClass.defect, reason=worst.reason, confidence="low", **common)  # pyright: ignore[reportArgumentType]
+    if bar_met:
+        return Verdict(run_class=RunClass.passed, reason="the bar is met", **common)  # pyright: ignore[reportArgumentType]
+    return Verdict(run_class=RunClass.rounding, reason=_rounding_line(divergences), **common)  # pyright: ignore[reportArgumentType]
+
+
+def _rounding_line(divergences: Sequence[Divergence]) -> str:
+    if not divergences:
+        return "no divergence; every operation within what its recipe rounds"
+    counts = {cause: sum(d.cause is cause for d in divergences) for cause in Cause}
+    told = ", ".join(f"{n} {cause.value}" for cause, n in counts.items() if n)
+    worst = min(divergences, key=lambda d: d.p)
+    return f"all {len(divergences)} divergences explained ({told}); least likely: {worst.reason}"

@@ -1,0 +1,202 @@
+"""Which instruments run for an engine, and their findings: from an engine and a golden to a `Verdict`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from harness.calibration import Calibration, of_recipe
+from harness.engines.local import LocalEngine
+from harness.engines.protocol import Scored
+from harness.engines.transformers_candidate import TransformersCandidate
+from harness.engines.transformers_engine import TransformersEngine
+from harness.engines.transformers_steps import TransformersStepper
+from harness.envelope import Envelope, envelope
+from harness.expected import ExpectedScore, expected_score
+from harness.forced_errors import Battery
+from harness.forced_values import Candidate
+from harness.gaps import cannot_discriminate
+from harness.gate import GateResult
+from harness.golden_data import ENDED, Golden
+from harness.inspect import Inspection, inspect_library, inspect_local, make_oracle
+from harness.judge import ALPHA, CANDIDATE, Evidence, divergences
+from harness.lockstep import Stepper
+from harness.oracle import Forced
+from harness.probes import Tap
+from harness.significance import holm
+from harness.verdict import Finding, Verdict, conclude, ladder_findings, replay_findings
+from variants.decode import Sequences
+from variants.errors import UsageError
+from variants.recipe import Recipe, Semantics
+from variants.weights import Casts
+
+Checked = LocalEngine | TransformersEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is judged, and with what effort.
+
+    casts: the checkpoint in our own forward. declared: what the engine is taken to do. reference: the recipe of an
+    engine like the golden's. calibration: None to use the members' spread alone.
+    """
+
+    golden: Golden
+    engine: Checked
+    casts: Casts
+    declared: Recipe
+    reference: Recipe
+    members: int = 8
+    seed: int = 0
+    calibration: Calibration | None = None
+
+
+def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[str] = ()) -> tuple[Verdict, Scored]:
+    """Run every instrument that the engine allows. gate: the free-running result. contradictions: observed against
+    declared. Also returns the teacher-forced scores."""
+    golden, config = question.golden, question.casts.checkpoint.config
+    battery = Battery.of(golden)
+    scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
+    chosen = np.where(golden.tokens[0] == ENDED, ENDED, scored.top_ids[..., 0])
+    invalid = _invalid(gate, scored)
+    if invalid:
+        return conclude((), (), invalid=invalid, bar_met=None, config=config), scored
+    inspection = _inspect(question, battery)
+    own = _envelope(question, battery, chosen)
+    reference = _reference(question, battery, chosen, own)
+    expected = expected_score(question.declared, question.casts, golden, members=question.members, seed=question.seed)
+    findings = [Finding(instrument="observed", reason=line) for line in contradictions]
+    findings += _inside(inspection, config=config)
+    findings += _outside(question, own)
+    found = divergences(_evidence(question, chosen, own, reference))
+    weak = cannot_discriminate(golden, _noise(own))
+    verdict = conclude(
+        findings,
+        found,
+        invalid=weak if weak and not findings else None,
+        bar_met=gate.agreement.bar_met,
+        config=config,
+        instruments=("local_replay", "ladder", "envelope", "expected_score", "routing"),
+        figures=_figures(question, own, expected, inspection, gate),
+    )
+    return verdict, scored
+
+
+def _invalid(gate: GateResult, scored: Scored) -> str | None:
+    if gate.agreement.non_finite:
+        prompt, step = gate.agreement.non_finite[0]
+        return f"non-finite logits, first at prompt {prompt}, step {step}"
+    if not scored.finite.all():
+        n, t = np.argwhere(~scored.finite)[0]
+        return f"non-finite logits when teacher-forced, first at prompt {n}, step {t}"
+    return None
+
+
+def _continuations(golden: Golden) -> list[list[int]]:
+    return Forced.of(golden).continuations
+
+
+def _inspect(q: Question, battery: Battery) -> Inspection:
+    if isinstance(q.engine, LocalEngine):
+        return inspect_local(q.engine, battery)
+    return inspect_library(q.engine, q.casts, q.declared, battery)
+
+
+def _candidate(q: Question) -> Candidate:
+    if isinstance(q.engine, LocalEngine):
+        return of_recipe(q.engine.recipe, q.casts)
+    return TransformersCandidate(q.engine)
+
+
+def _envelope(q: Question, battery: Battery, chosen: np.ndarray) -> Envelope:
+    watched = replace(battery, watch=np.concatenate([_watch(battery), chosen[..., None]], -1))
+    return envelope(q.declared, q.casts, watched, members=q.members, seed=q.seed, candidates={CANDIDATE: _candidate(q)})
+
+
+def _watch(battery: Battery) -> np.ndarray:
+    assert battery.watch is not None
+    return battery.watch
+
+
+def _reference(q: Question, battery: Battery, chosen: np.ndarray, own: Envelope) -> Envelope:
+    """The envelope of an engine like the golden's; the candidate's own where it is the same or nothing diverges."""
+    if q.reference.hash == q.declared.hash or not ((chosen != q.golden.tokens[0]) & (chosen != ENDED)).any():
+        return own
+    watched = replace(battery, watch=np.concatenate([_watch(battery), chosen[..., None]], -1))
+    return envelope(q.reference, q.casts, watched, members=q.members, seed=q.seed + 1)
+
+
+def _inside(inspection: Inspection, *, config: object) -> list[Finding]:
+    found: list[Finding] = []
+    for rung, (replay, recipe) in inspection.replays.items():
+        known = {(f.site, f.layer) for f in found}
+        fresh = replay_findings(replay, recipe=recipe, config=config, rung=rung)  # pyright: ignore[reportArgumentType]
+        found += [f for f in fresh if (f.site, f.layer) not in known]
+    return found + ladder_findings(inspection.ladder)
+
+
+def _outside(q: Question, own: Envelope) -> list[Finding]:
+    """An error beyond the envelope at a layer's output, corrected for the number of layers."""
+    model = q.calibration.model(q.declared) if q.calibration else None
+    errors = own.table.parties[CANDIDATE].rms[0]
+    if model is not None:  # the calibration's last entry is for logprobs
+        model = replace(model, mean=model.mean[:-1], variance=model.variance[:-1], df=model.df[:-1])
+    p = holm(own.p_values(errors, model))
+    if p.min() >= ALPHA:
+        return []
+    first = int(np.argmax(p < ALPHA))
+    excess, (site, layer) = own.excess(errors)[first], own.places[first]
+    reason = f"layer {layer} output: error e^{excess:+.2f} of the envelope of its recipe, p {p[first]:.1e}"
+    return [Finding(instrument="envelope", reason=reason, layer=layer if site == "mlp_residual" else None)]
+
+
+def _evidence(q: Question, chosen: np.ndarray, own: Envelope, reference: Envelope) -> Evidence:
+    def make_row(prompt: int, tap: Tap) -> Stepper:
+        ids = list(q.golden.prompts[prompt])
+        if isinstance(q.engine, LocalEngine):
+            return Sequences(q.engine.build(probe=tap), [ids], q.golden.tokens.shape[2])
+        return TransformersStepper(q.engine, ids, tap)
+
+    return Evidence(
+        golden=q.golden,
+        chosen=chosen,
+        own=own,
+        reference=reference,
+        oracle=make_oracle(q.casts, q.declared),
+        truth=make_oracle(q.casts, q.declared, semantics=Semantics()),
+        make_row=make_row,
+    )
+
+
+def _noise(own: Envelope) -> float:
+    """Typical noise of a top-2 difference under the recipe, in nats: rms over positions of the oracle's two best."""
+    spread = own.deviations[:, :, 0] - own.deviations[:, :, 1]
+    return float(np.sqrt(np.mean(spread**2)))
+
+
+def _figures(
+    q: Question, own: Envelope, expected: ExpectedScore, inspection: Inspection, gate: GateResult
+) -> dict[str, object]:
+    errors = own.table.parties[CANDIDATE].rms[0]
+    return {
+        "excess_by_layer": {
+            f"{s}@{n}": round(float(x), 4) for (s, n), x in zip(own.places, own.excess(errors), strict=True)
+        },
+        "ladder": {r.precision.name: [round(x, 3) for x in r.error] for r in inspection.ladder.rungs},
+        "expected": expected.record(),
+        "expected_p": expected.p_value(gate.agreement.matched),
+        "noise_nats": _noise(own),
+        "inspected": {"prompts": inspection.prompts, "tokens": inspection.tokens},
+        "members": q.members,
+    }
+
+
+def check_engine(engine: object) -> Checked:
+    """Raises UsageError for an engine whose values cannot be looked at."""
+    if not isinstance(engine, LocalEngine | TransformersEngine):
+        raise UsageError(
+            "verdict looks inside engine=local or engine=transformers; for recorded tokens run `neartie gate`"
+        )
+    return engine
