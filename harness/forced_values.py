@@ -13,9 +13,17 @@ from variants.model import Model
 from variants.model_config import ModelConfig
 from variants.recipe import Place, Rule
 from variants.rounding import NoProbe, Probe, RoundAt, Step
+from variants.sites import CHUNK_SITES, INTEGER
 
 Tokens = Sequence[int]
 Values = Mapping[Place, Tensor]
+
+# Carried, over the whole cache, inside a chunk, of some tokens only, or no numbers: by chance of shapes one of these
+# could be taken for a value a token.
+NOT_BY_TOKEN = frozenset(
+    (*CHUNK_SITES, *INTEGER, "conv_state", "kda_state", "kv_b_in", "kv_b_proj", "mla_k", "mla_v", "mla_scores",
+     "mla_probs", "expert_gate_up", "expert_silu", "expert_act", "expert_down_in", "expert_down")
+)  # fmt: skip
 
 
 class Candidate(Protocol):
@@ -38,6 +46,10 @@ class LastTokens:
     """Keeps, by slot, what each row's last real token had at the wanted places; the run's bits stay as they were."""
 
     def __init__(self, wanted: Sequence[Place], inner: Probe | None = None) -> None:
+        """Raises UsageError for a site that has not one value for each token."""
+        refused = [site for site, _ in wanted if site in NOT_BY_TOKEN]
+        if refused:
+            raise UsageError(f"site {refused[0]} has not one value for each token; choose another site of its layer")
         self.wanted, self.inner = frozenset(wanted), inner or NoProbe()
         self.kept: dict[Place, dict[int, Tensor]] = {place: {} for place in wanted}
         self.step = Step("prefill", (), (), ())
@@ -65,11 +77,14 @@ class LastTokens:
 
 
 def last_token(x: Tensor, step: Step, site: str) -> Tensor:
-    """[B, T, ...] or [B * T, ...] -> [B, width] of each row's last real token; the head has that one token alone."""
-    rows = len(step.lengths)
-    if x.shape[0] != rows and x.shape[0] % rows == 0:
+    """[B, T, ...] or [B * T, ...] -> [B, width] of each row's last real token; the head has that one token alone.
+
+    Raises UsageError for a value of another shape.
+    """
+    rows, longest = len(step.lengths), max(step.lengths)
+    if (x.shape[0] != rows and x.shape[0] % rows == 0) or (x.ndim == 2 and longest == 1):
         x = x.unflatten(0, (rows, -1))
-    if x.shape[0] != rows or x.ndim < 3 or x.shape[1] not in (1, max(step.lengths)):
+    if x.shape[0] != rows or x.ndim < 3 or x.shape[1] not in (1, longest):
         raise UsageError(
             f"site {site}: its values {list(x.shape)} are not one a token of {rows} rows; choose a site that is"
         )
