@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from harness.implementations import expected_function
 from variants import decode
 from variants.dtypes import DType, dtype_of, narrowest_holding
 from variants.model import Model
@@ -36,50 +37,9 @@ MOVES = {
     "scalar_tensor", "ones", "_reshape_alias", "lift_fresh",
 }  # fmt: skip
 OPS = {m.__name__: m for m in (conv, kda, linear, mla, moe, norm)}
-# The function of ours that each algorithm is, written out: a table that was changed under a name must not vouch for
-# itself. By site where one name means several functions.
-FUNCTIONS = {
-    "gemm": "linear.gemm",
-    "gemm_rows": "linear.gemm_rows",
-    "taps": "conv.taps",
-    "conv1d": "conv.conv1d",
-    "l2norm": "kda.l2norm",
-    "softplus": "kda.decay_gate",
-    "scale_before": "moe.weights_before",
-    "scale_after": "moe.weights_after",
-    "sum_loop": "moe.sum_loop",
-    "sum_grouped": "moe.sum_grouped",
-}
-SITE_FUNCTIONS = {
-    "kda_core": {
-        "island_f64": "kda.recurrent",
-        "island_f32": "kda.recurrent",
-        "recurrent": "kda.recurrent",
-        "recurrent_gemv": "kda.recurrent_gemv",
-        "chunk": "kda.chunk",
-        "chunk_rows": "kda.chunk_rows",
-    },
-    "mla_core": {
-        "island_f64": "mla.dense",
-        "dense_f32": "mla.dense",
-        "dense_bf16": "mla.dense",
-        "sdpa": "mla.sdpa",
-        "online_f32": "mla.tiles",
-        "flash": "mla.tiles",
-        "island_f64_rows": "mla.rows",
-        "dense_f32_rows": "mla.rows",
-        "online_f32_rows": "mla.rows",
-        "flash_rows": "mla.rows",
-        "absorbed": "mla.per_head",  # what runs last; the core itself ends where o_latent begins
-        "absorbed_rows": "mla.per_head_rows",
-    },
-    "q_latent": {"bmm": "mla.per_head", "bmm_rows": "mla.per_head_rows"},
-    "o_latent": {"bmm": "mla.absorbed", "bmm_rows": "mla.absorbed_rows"},
-    "o_norm": {"sigmoid": "norm.gated_rms_norm", "sigmoid_lanes": "norm.gated_rms_norm"},
-}
 # Algorithms that only move or choose values: what leaves may be as narrow as what arrived.
 MOVING = {"copy", "operand", "gather", "top_k_lowest_id"}
-MIN_ELEMENTS = 32  # fewer values may fit a narrow format by chance
+MIN_ELEMENTS = 16  # fewer values may fit a narrow format by chance
 
 
 @dataclass
@@ -109,8 +69,8 @@ class Observed:
     def as_dict(self) -> dict[str, object]:
         """Layers that observed the same are one entry: "site.phase" with the list of layers.
 
-        "sequence" is a hash over every operation that ran, with the dtype and shape of its result: it tells apart arms
-        that differ in the size of a chunk or a tile alone.
+        "sequence" is a hash over every arithmetic operation in order, with the dtype and shape of its result: it tells
+        apart arms that differ in the size of a chunk or a tile alone.
         """
         grouped: dict[str, list[tuple[str, dict[str, list[str]]]]] = {}
         for key, seen in self.places.items():
@@ -133,7 +93,7 @@ def _by_layers(entries: list[tuple[str, dict[str, list[str]]]]) -> list[dict[str
 
 
 class _Dispatched(TorchDispatchMode):
-    """Collects (operation, dtype of its floating result) and the function of `variants.ops` that called it."""
+    """Collects "operation:dtype of its floating result" and "function of `variants.ops` that called it:dtype"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,13 +105,13 @@ class _Dispatched(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         first = out[0] if isinstance(out, tuple | list) and out else out
-        if isinstance(first, Tensor):
-            self.sequence.update(f"{name} {first.dtype} {tuple(first.shape)}\n".encode())
         if name not in MOVES and isinstance(first, Tensor) and first.dtype in FLOATS:
-            self.arithmetic.add(f"{name}:{FLOATS[first.dtype].name}")
+            dtype = FLOATS[first.dtype].name
+            self.arithmetic.add(f"{name}:{dtype}")
+            self.sequence.update(f"{name} {dtype} {tuple(first.shape)}\n".encode())
             caller = _calling_op()
             if caller:
-                self.functions.add(caller)
+                self.functions.add(f"{caller}:{dtype}")
         return out
 
     def take(self) -> tuple[set[str], set[str]]:
@@ -245,11 +205,7 @@ def contradictions(recipe: Recipe, places: Mapping[str, SiteObservation]) -> lis
         if site in INTEGER:
             continue
         rule = recipe.rule(site, int(layer), phase)
-        lines = _contradicts(rule, seen)
-        expected = expected_function(site, rule)
-        joined = recipe.fused_projections and not seen.arithmetic  # the first of a fused product stands for all
-        if expected and expected not in seen.functions and not joined:
-            lines.append(f"ran {_list(seen.functions)}, declared {expected}")
+        lines = _contradicts(rule, seen) + _another_function(site, rule, seen, joined=recipe.fused_projections)
         found += [f"layer {layer} {rule_key(site, phase)}: {line}" for line in lines]
     return found
 
@@ -285,11 +241,17 @@ def _lost(rule: Rule, seen: SiteObservation) -> list[str]:
     return [f"values fit {_list(lost)} but arrived wider: an undeclared rounding"] if lost else []
 
 
-def expected_function(site: str, rule: Rule) -> str:
-    """The function of `variants.ops` that a rule's algorithm is at a site, "" where none of ours is."""
-    if rule.algorithm.startswith("rms_norm"):
-        return "norm.rms_norm"
-    return SITE_FUNCTIONS.get(site, FUNCTIONS).get(rule.algorithm, "")
+def _another_function(site: str, rule: Rule, seen: SiteObservation, *, joined: bool) -> list[str]:
+    """Another function of ours than declared, or that one in another dtype."""
+    expected = expected_function(site, rule)
+    if not expected or (joined and not seen.arithmetic):  # the first of a joined product stands for all
+        return []
+    dtypes = {f.split(":")[1] for f in seen.functions if f.split(":")[0] == expected}
+    if not dtypes:
+        return [f"ran {_list(seen.functions)}, declared {expected}"]
+    if rule.accum.name in dtypes:
+        return []
+    return [f"{expected} ran in {_list(dtypes)}, declared {rule.accum.name}"]
 
 
 def _list(names: set[str]) -> str:

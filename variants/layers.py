@@ -164,13 +164,14 @@ class MlaBlock:
 
     def _bind_core(self, b: Binder) -> None:
         rule = b.rule("mla_core")
-        self.accum, self.options = rule.accum, dict(rule.options)
-        self.island = rule.algorithm in mla.ISLANDS
         latent = rule.algorithm in mla.LATENT_CORES
+        self.accum = b.rule("o_latent").accum if latent else rule.accum
+        self.options = dict(rule.options)
+        self.island = rule.algorithm in mla.ISLANDS
         self.attend = self._absorbed if latent else self._expanded
         self.core = (mla.LATENT_CORES if latent else mla.CORES)[rule.algorithm]
         self.hooks = b.hooks("mla_scores", "mla_probs")
-        self.round_core = b.at("mla_core", self.accum)
+        self.round_core = b.at("mla_core", rule.accum)
         self.round_q_latent, self.round_o_latent = b.at("q_latent"), b.at("o_latent")
         self.latent_accum = b.rule("q_latent").accum
         self.absorb, self.expand_out = (mla.PER_HEAD[b.rule(s).algorithm] for s in ("q_latent", "o_latent"))

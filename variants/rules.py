@@ -231,7 +231,8 @@ def _mla_core(f: Formats, core: MlaCore) -> Rule:
     if f.variant.batch_invariant:
         name, options = f"{core.name}_rows", options or (("tile_q", 1), ("tile_k", INVARIANT_TILE))
     output = f.stored(mla.outputs, f.activation)
-    return _out(output, MLA_ACCUM[core] or f.compute, algorithm=name, options=options)
+    accum = f.gemm[1] if core is MlaCore.absorbed else MLA_ACCUM[core] or f.compute  # the product after o_latent
+    return _out(output, accum, algorithm=name, options=options)
 
 
 def _mlp_rules(f: Formats) -> dict[str, Rule]:

@@ -1,0 +1,55 @@
+"""Which function of `variants.ops` each declared algorithm is, for the observer to hold against what it saw.
+
+Written out, and not read from the tables that the model binds from: a table that was changed under a name must not
+vouch for itself.
+"""
+
+from variants.recipe import Rule
+
+FUNCTIONS = {
+    "gemm": "linear.gemm",
+    "gemm_rows": "linear.gemm_rows",
+    "taps": "conv.taps",
+    "conv1d": "conv.conv1d",
+    "l2norm": "kda.l2norm",
+    "softplus": "kda.decay_gate",
+    "scale_before": "moe.weights_before",
+    "scale_after": "moe.weights_after",
+    "sum_loop": "moe.sum_loop",
+    "sum_grouped": "moe.sum_grouped",
+}
+# Where one name means several functions.
+SITE_FUNCTIONS = {
+    "kda_core": {
+        "island_f64": "kda.recurrent",
+        "island_f32": "kda.recurrent",
+        "recurrent": "kda.recurrent",
+        "recurrent_gemv": "kda.recurrent_gemv",
+        "chunk": "kda.chunk",
+        "chunk_rows": "kda.chunk_rows",
+    },
+    "mla_core": {
+        "island_f64": "mla.dense",
+        "dense_f32": "mla.dense",
+        "dense_bf16": "mla.dense",
+        "sdpa": "mla.sdpa",
+        "online_f32": "mla.tiles",
+        "flash": "mla.tiles",
+        "island_f64_rows": "mla.rows",
+        "dense_f32_rows": "mla.rows",
+        "online_f32_rows": "mla.rows",
+        "flash_rows": "mla.rows",
+        "absorbed": "mla.per_head",  # what runs last; attention itself ends at o_latent
+        "absorbed_rows": "mla.per_head_rows",
+    },
+    "q_latent": {"bmm": "mla.per_head", "bmm_rows": "mla.per_head_rows"},
+    "o_latent": {"bmm": "mla.absorbed", "bmm_rows": "mla.absorbed_rows"},
+    "o_norm": {"sigmoid": "norm.gated_rms_norm", "sigmoid_lanes": "norm.gated_rms_norm"},
+}
+
+
+def expected_function(site: str, rule: Rule) -> str:
+    """The function of `variants.ops` that a rule's algorithm is at a site, "" where none of ours is."""
+    if rule.algorithm.startswith("rms_norm"):
+        return "norm.rms_norm"
+    return SITE_FUNCTIONS.get(site, FUNCTIONS).get(rule.algorithm, "")
