@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from math import inf, prod
@@ -29,8 +30,7 @@ FUSED = kda_triton.Fused(normalize=True, scale=WIDTH**-0.5)
 BF16 = torch.bfloat16
 # what a stage may be launched with; each is timed with the others left as they are
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
-    "scores": {"scores_k": (32, 64), "scores_warps": (1, 2, 4), "scores_unroll": (1, 4),
-               "scores_registers": (0, 128)},
+    "scores": {"scores_k": (32, 64), "scores_warps": (1, 2, 4), "scores_unroll": (1, 4)},
     "solve": {"solve_d": (64, 128), "solve_warps": (4,)},
     "carry": {"state_v": (16, 32), "state_warps": (4,), "state_stages": (3, 4)},
     "output": {"output_k": (64,), "output_v": (64, 128), "output_warps": (4,)},
@@ -58,7 +58,8 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 def microseconds(call: Callable[[], Any]) -> list[float]:
     """Two medians of graph replays, so that their spread shows."""
-    return [1e3 * do_bench_cudagraph(call, rep=20, return_mode="median") for _ in range(2)]
+    medians: list[Any] = [do_bench_cudagraph(call, rep=20, return_mode="median") for _ in range(2)]
+    return [1e3 * ms for ms in medians]
 
 
 def measured(call: Callable[[], tuple[Tensor, Tensor]], expected: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -71,11 +72,10 @@ def ours(length: int, form: str, x: tuple[Tensor, ...], expected: tuple[Tensor, 
     """Errors from the call that returns a new state; times with the state in its slot, updated in place."""
     *operands, state = x
     batch, pool = ragged([length], [0], device="cuda"), state.clone()
-    if form == "recurrent":
-        core, more = kda_triton.recurrent, {}
-    else:
-        core, more = kda_chunk_triton.chunk, {"rounding": VLLM if form == "chunk_vllm" else FLA}
-    more |= {"fused": FUSED, "out_dtype": BF16}
+    more: dict[str, Any] = {"fused": FUSED, "out_dtype": BF16}
+    core: Callable[..., Any] = kda_triton.recurrent
+    if form != "recurrent":
+        core, more["rounding"] = kda_chunk_triton.chunk, VLLM if form == "chunk_vllm" else FLA
     row = measured(lambda: core(*operands, state, **more), expected)
     return row | {"us": microseconds(lambda: core(*operands, pool, batch=batch, **more))}
 
@@ -84,9 +84,8 @@ def published(form: str, x: tuple[Tensor, ...], expected: tuple[Tensor, Tensor])
     """The same call of the fla package, or None where it is not installed."""
     if find_spec("fla") is None:
         return None
-    from fla.ops.kda import chunk_kda, fused_recurrent_kda
-
-    core = fused_recurrent_kda if form == "recurrent" else chunk_kda
+    package = import_module("fla.ops.kda")
+    core = package.fused_recurrent_kda if form == "recurrent" else package.chunk_kda
     *operands, state = x
     more = {"scale": WIDTH**-0.5, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     with torch.inference_mode():

@@ -64,7 +64,7 @@ def test_narrow_rounds_ties_to_even(dtype: torch.dtype) -> None:
     if dtype is torch.float16:
         x = x.clamp(-6e4, 6e4)
     out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
-    _narrow_kernel[(1,)](x, out, N=128)
+    _narrow_kernel[(1,)](x, out, N=128)  # pyright: ignore[reportArgumentType]
     assert torch.equal(out, x.to(dtype))
 
 
@@ -73,5 +73,5 @@ def test_dot_multiplies_exactly(dtype: torch.dtype) -> None:
     """The product of small integers is exact in every dtype (the interpreter alone would multiply bfloat16's bits)."""
     x, y = ((4 * draw(32, 32, seed=s)).round().to(dtype) for s in (1, 2))
     out = torch.full((32, 32), float("nan"), device=DEVICE)
-    _dot_kernel[(1,)](x, y, out, N=32)
+    _dot_kernel[(1,)](x, y, out, N=32)  # pyright: ignore[reportArgumentType]
     assert torch.equal(out, x.float() @ y.float())

@@ -1,5 +1,7 @@
 """The latent attention kernels against the float64 reference."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 BF16 = torch.bfloat16
 
 
-def wide(*tensors: Tensor) -> list[Tensor]:
+def wide(*tensors: Tensor) -> Any:
     return [x.double().cpu() for x in tensors]
 
 
@@ -25,11 +27,11 @@ def check_flash(keys: int, queries: int, heads: int, sizes: tuple[int, int], til
     positions = torch.arange(keys - queries, keys, device=DEVICE).unsqueeze(0)
     options = {"scale": width**-0.5, "tile_q": tile[0], "tile_k": tile[1]}
     out = tiles(q, k, v, positions, **options)  # pyright: ignore[reportArgumentType]
-    expected = mla.dense(*wide(q, k, v), positions.cpu(), scale=width**-0.5)
+    expected = mla.dense(*wide(q, k, v), positions=positions.cpu(), scale=width**-0.5)
     assert agrees(out, expected, F32_BOUND), error(out, expected)
     assert torch.equal(out, tiles(q, k, v, positions, **options))  # pyright: ignore[reportArgumentType]
     if keys > 2:
-        later = mla.dense(*wide(q, k, v), positions.cpu() - 1, scale=width**-0.5)
+        later = mla.dense(*wide(q, k, v), positions=positions.cpu() - 1, scale=width**-0.5)
         assert not agrees(out, later, F32_BOUND), "a mask off by one must be seen"
 
 
@@ -56,7 +58,7 @@ def test_flash_in_bf16_errs_by_its_roundings(length: int, tile: tuple[int, int])
     positions = torch.arange(length, device=DEVICE).unsqueeze(0)
     softmax = Softmax(probs=BF16, base2=True, out_dtype=BF16)
     out = tiles(q, k, v, positions, scale=192**-0.5, tile_q=tile[0], tile_k=tile[1], softmax=softmax)
-    assert agrees(out, mla.dense(*wide(q, k, v), positions.cpu(), scale=192**-0.5), 2**-8)
+    assert agrees(out, mla.dense(*wide(q, k, v), positions=positions.cpu(), scale=192**-0.5), 2**-8)
 
 
 def test_probabilities_round_as_the_reference_does() -> None:
@@ -66,8 +68,8 @@ def test_probabilities_round_as_the_reference_does() -> None:
     options = {"scale": 0.2, "tile_q": 16, "tile_k": 16}
     out = tiles(q, k, v, positions, softmax=Softmax(probs=BF16), **options)  # pyright: ignore[reportArgumentType]
     at = {"mla_probs": lambda x: x.to(BF16)}
-    rounded = mla.tiles(*wide(q, k, v), positions.cpu(), at=at, **options)  # pyright: ignore
-    exact = mla.tiles(*wide(q, k, v), positions.cpu(), **options)  # pyright: ignore[reportArgumentType]
+    rounded = mla.tiles(*wide(q, k, v), positions=positions.cpu(), at=at, **options)  # pyright: ignore
+    exact = mla.tiles(*wide(q, k, v), positions=positions.cpu(), **options)  # pyright: ignore[reportArgumentType]
     assert error(out, exact) > 2e-4, "the rounding is there"
     assert error(out, rounded) < 0.2 * error(out, exact), "and it is the reference's rounding"
 
@@ -84,10 +86,10 @@ def check_absorbed(keys: int, splits: int, *, heads: int, rank: int, rope: int, 
     positions = torch.full((1, 1), keys - 1, device=DEVICE)
     options = {"scale": 0.1, "tile_k": 16, "kv_splits": splits, "rank": rank}
     out = absorbed(q, q_pe, pages, positions, block_table=table.unsqueeze(0), whole_tiles=whole, **options)  # pyright: ignore
-    expected = mla.absorbed(*wide(q, q_pe, latent), positions.cpu(), **options)  # pyright: ignore
+    expected = mla.absorbed(*wide(q, q_pe, latent), positions=positions.cpu(), **options)  # pyright: ignore
     assert agrees(out, expected, F32_BOUND), error(out, expected)
     assert torch.equal(out, absorbed(q, q_pe, latent, positions, whole_tiles=whole, **options)), "pages move no bit"  # pyright: ignore
-    mutant = mla.absorbed(*wide(q, q_pe * 1.01, latent), positions.cpu(), **options)  # pyright: ignore
+    mutant = mla.absorbed(*wide(q, q_pe * 1.01, latent), positions=positions.cpu(), **options)  # pyright: ignore
     assert keys == 1 or not agrees(out, mutant, F32_BOUND), "k_pe must count"
 
 

@@ -86,7 +86,6 @@ class Tiles:
     scores_k: int = 32
     scores_warps: int = 1
     scores_unroll: int = 4
-    scores_registers: int = 128  # a thread's, so that more programs share a multiprocessor; 0: the compiler's choice
     solve_d: int = 128
     solve_warps: int = 4
     state_v: int = 32
@@ -129,7 +128,7 @@ def chunk(
     Operands, `batch`, state and what is returned are as in `kda_triton.recurrent`, here with K up to 256. All roundings
     are ties_to_even. chunk_size must be 64. A sequence's chunks begin at its first token.
     """
-    check(q, k, v, g, beta, state, batch, "kda chunk")
+    check("kda chunk", (q, k, v, g, beta), state, batch)
     if chunk_size != kernels.CHUNK or q.shape[-1] > MAX_CHUNK_K:
         raise UsageError(
             f"kda chunk: the kernels take chunk_size {kernels.CHUNK} and K up to {MAX_CHUNK_K}, got {chunk_size} and "
@@ -202,7 +201,6 @@ class _Run:
             BK=self.tiles.scores_k, Q_SCALED=format_of(r.kda_q_scaled), AQK=format_of(r.kda_aqk),
             SCALE_AT=r.scale_at.value, SIGMOID=self.fused.sigmoid, BASE2=r.base2, PRECISION=r.scores.value,
             UNROLL=self.tiles.scores_unroll, num_warps=self.tiles.scores_warps, num_stages=1,
-            maxnreg=self.tiles.scores_registers or None,
         )  # fmt: skip
         return a, aqk
 

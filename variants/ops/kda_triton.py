@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from variants.errors import UsageError
-from variants.ops.launch_triton import Ragged, expect, format_of, narrow, ragged, require, sigmoid
+from variants.ops.launch_triton import Ragged, block, expect, format_of, narrow, ragged, require, sigmoid
 
 MAX_K = 512
 PER_WARP = 1024  # values of the state that a warp holds
 BLOCK_V = 8  # one width for every batch: the order of the sums over K follows the tile, so it must not follow the batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fused:
     """What the kernel computes on the way in; the default takes q, k, g and beta as the reference does.
 
@@ -64,12 +64,12 @@ def recurrent(
     [slots, H, K, V], which is updated in place and returned; slot -1 leaves it alone. A sequence's bits depend on
     nothing beside it. Any H, any K up to 512, any V.
     """
-    check(q, k, v, g, beta, state, batch, "kda recurrent")
+    check("kda recurrent", (q, k, v, g, beta), state, batch)
     b, t, h, k_dim = q.shape
     if batch is None:
         batch, state = dense_batch(b, t, str(q.device)), state.clone()
     out = torch.empty(v.shape, dtype=out_dtype, device=v.device)
-    block_k = max(16, triton.next_power_of_2(k_dim))
+    block_k = block(k_dim)
     a_log, dt_bias = gate_operands(fused, q)
     _recurrent_kernel[(triton.cdiv(v.shape[-1], BLOCK_V), len(batch.lengths) * h)](
         q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(),
@@ -81,10 +81,9 @@ def recurrent(
     return out, state
 
 
-def check(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, batch: Ragged | None, name: str
-) -> None:
+def check(name: str, operands: tuple[Tensor, ...], state: Tensor, batch: Ragged | None) -> None:
     """Refuse what neither form of the delta rule can take."""
+    q, k, v, g, beta = operands
     require(name, q=q, k=k, v=v, g=g, beta=beta)
     require(name, (torch.float32,), state=state)
     b, t, h, k_dim = q.shape

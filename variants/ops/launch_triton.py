@@ -18,10 +18,11 @@ from variants.errors import DeviceError, UsageError
 try:
     import triton
     import triton.language as tl
+    from triton import knobs
 except ImportError as error:
     raise DeviceError("impl triton needs the triton package (>= 3.6): install it, or choose impl torch") from error
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = bool(knobs.runtime.interpret)
 INTERPRET = tl.constexpr(INTERPRETED)
 FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -71,10 +72,10 @@ def format_of(dtype: torch.dtype) -> tl.dtype:
 
 def block(n: int) -> int:
     """The least power of two that covers n, at least 16: the width of a tile that holds a whole dimension."""
-    return max(16, triton.next_power_of_2(n))
+    return max(16, 1 << (n - 1).bit_length())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ragged:
     """Sequences of a packed batch: where each begins, which state slot it owns, and how it falls into chunks.
 
