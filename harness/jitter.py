@@ -62,10 +62,22 @@ class JitterFloor:
 
     @property
     def ratio(self) -> float | None:
-        """Median distance to the golden over the floor; about 1 where every rounding point is matched."""
-        return (
-            None if self.golden is None else self.golden.median / self.itself.median if self.itself.median else np.inf
-        )
+        """Median distance to the golden over the floor; about 1 where every rounding point is matched.
+
+        None without a golden's logprobs, or where more than half of the jittered logprobs are bit-equal.
+        """
+        if self.golden is None or self.itself.median == 0:
+            return None
+        return self.golden.median / self.itself.median
+
+    @property
+    def resolution(self) -> float | None:
+        """Median distance to the oracle over the floor: what the ratio to a reference can rise to at all.
+
+        At about 1 the jitter has grown to the whole of the recipe's rounding (a stream of few roundings, far apart):
+        then a matched reference and float64 are equally far, and the floor cannot discriminate.
+        """
+        return None if self.itself.median == 0 else self.oracle.median / self.itself.median
 
 
 class ProductJitter:
@@ -200,7 +212,7 @@ class _Sum:
         gaps = np.abs(np.take_along_axis(a, ids.astype(np.int64), -1) - known)
         self.top.append(gaps.ravel())
         self.token.append(gaps[ids == tokens[:, None]])
-        self.changes += int((a.argmax(-1) != tokens).sum())
+        self.changes += int((a.argmax(-1) != ids[:, 0]).sum())
 
     def distance(self) -> Distance:
         top, token = np.concatenate(self.top), np.concatenate(self.token)
