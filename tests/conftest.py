@@ -17,6 +17,15 @@ if not torch.cuda.is_available():  # Triton decides when it is first imported wh
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of sizes that only a GPU reaches are skipped without one, even where they are asked for."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every buffer that torch.empty gives is full of NaN, so that an element which is never written is seen."""

@@ -65,6 +65,16 @@ def test_plain_operands_mean_what_they_mean_in_the_reference() -> None:
     assert agrees(state, state_ref, F32_BOUND)
 
 
+def test_eps_of_the_norm_is_inside_the_root_and_on_the_sum() -> None:
+    """Where q and k are as small as the root of eps, its place and size decide the norm; it is the reference's."""
+    case = delta_case(2, heads=1, width=16, v_width=8)
+    case = case.changed(q=case.q * 3e-4, k=case.k * 3e-4)
+    o, state = run(case)
+    o_ref, state_ref = case.reference()
+    assert agrees(o, o_ref, F32_BOUND)
+    assert agrees(state, state_ref, F32_BOUND)
+
+
 def test_bf16_output_is_rounded_once() -> None:
     """With bfloat16 operands the only further rounding is of the output: it is the float32 output, rounded."""
     case = delta_case(3, heads=1, width=16, v_width=8, dtype=torch.bfloat16)

@@ -147,6 +147,14 @@ def test_strong_decay_neither_overflows_nor_turns_nan() -> None:
     assert agrees(state, state_ref, CHUNK_F32_BOUND)
 
 
+def test_eps_of_the_norm_is_inside_the_root_and_on_the_sum() -> None:
+    """Where q and k are as small as the root of eps, its place and size decide the norm; it is the reference's."""
+    case = delta_case(2, heads=1, width=16, v_width=8)
+    case = case.changed(q=case.q * 3e-4, k=case.k * 3e-4)
+    o, _ = run(case)
+    assert agrees(o, case.reference()[0], CHUNK_F32_BOUND)
+
+
 def test_a_packed_batch_is_its_sequences_alone() -> None:
     """In a ragged batch each sequence has the bits it has alone, its state lands in its slot, and no other slot is
     touched; padding (slot -1) gives zeros even where its inputs are NaN."""
