@@ -225,11 +225,11 @@ def _rounds_inside(recipe: Recipe, sites: Sequence[str]) -> bool:
 
 
 def _plain(key: str, rule: Rule, keep: Mapping[str, bool]) -> Rule:
-    name = rule.algorithm.removesuffix("_rows")
-    if keep.get(name, False):
-        return replace(rule, algorithm=name)
+    rule = replace(rule, algorithm=rule.algorithm.removesuffix("_rows"), impl="torch")
+    if keep.get(rule.algorithm, False):
+        return rule
     if key.startswith("kda_core."):
         return replace(rule, algorithm="recurrent_gemv", options=())
     if key.startswith("mla_core."):
         return replace(rule, algorithm="dense_f32", options=())
-    return replace(rule, algorithm=name)
+    return rule
