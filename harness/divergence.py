@@ -55,6 +55,7 @@ class Divergence:
 
     margin: the oracle's, in nats: logprob of the golden's token minus that of the candidate's. p: the probability of a
     shift as large as the less likely side's, under rounding. evidence: the routing exchange, if one is the cause.
+    ulps: the margin in units in the last place of the candidate's logits (`logits_format`), at the larger of the two.
     """
 
     prompt: int
@@ -67,6 +68,8 @@ class Divergence:
     cause: Cause
     p: float
     evidence: dict[str, object] = field(default_factory=dict)
+    ulps: float | None = None
+    logits_format: str = ""
 
     @property
     def reason(self) -> str:
@@ -74,7 +77,8 @@ class Divergence:
         where = f"p{self.prompt}[{self.position}]: {self.golden_token} vs {self.token}"
         sides = [("candidate", self.candidate), ("golden", self.golden)]
         shown = [f"{n} {'at least ' if s.least else ''}{s.z(self.margin):.1f} sigma" for n, s in sides]
-        line = f"{where}, oracle margin {self.margin:+.3g} nat, {', '.join(shown)}: {self.cause.value}"
+        size = "" if self.ulps is None else f" ({self.ulps:.2g} {self.logits_format} ulp)"
+        line = f"{where}, oracle margin {self.margin:+.3g} nat{size}, {', '.join(shown)}: {self.cause.value}"
         if self.evidence:
             line += " (" + ", ".join(f"{k} {v}" for k, v in self.evidence.items()) + ")"
         return line
@@ -92,8 +96,9 @@ class Divergence:
             )
         }
         own = {"prompt": self.prompt, "position": self.position, "golden": self.golden_token, "candidate": self.token}
-        rest = {"oracle_margin_nats": self.margin, "p": self.p, "class": self.cause.value, "evidence": self.evidence}
-        return {**own, **seen, **rest, "reason": self.reason}
+        size = {"oracle_margin_nats": self.margin, "oracle_margin_ulp": self.ulps, "ulp_of": self.logits_format or None}
+        rest = {"p": self.p, "class": self.cause.value, "evidence": self.evidence}
+        return {**own, **seen, **size, **rest, "reason": self.reason}
 
 
 def side_p(side: Side, oracle: float, members: int) -> float:
@@ -107,15 +112,15 @@ def side_p(side: Side, oracle: float, members: int) -> float:
 def cause_of(candidate: Side, golden: Side, oracle: float, *, members: int, alpha: float) -> tuple[Cause, float]:
     """The cause before routing is looked at, and the smaller of the two sides' probabilities.
 
+    A side whose two logits are equal makes a tie, if rounding explains how it came to that.
     alpha: the level below which a side's shift is not rounding; already corrected for the number of places.
     """
-    if (candidate.margin == 0 and not candidate.least) or (golden.margin == 0 and not golden.least):
-        return Cause.tie, 1.0
     p_candidate, p_golden = (side_p(s, oracle, members) for s in (candidate, golden))
     p = min(p_candidate, p_golden)
-    if p >= alpha:
-        return Cause.rounding, p
-    return (Cause.defect if p_candidate < alpha else Cause.golden_side), p
+    if p < alpha:
+        return (Cause.defect if p_candidate < alpha else Cause.golden_side), p
+    exact = any(s.margin == 0 and not s.least for s in (candidate, golden))
+    return (Cause.tie if exact else Cause.rounding), p
 
 
 def golden_margin(ids: np.ndarray, logprobs: np.ndarray, golden: int, other: int) -> float | None:

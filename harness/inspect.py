@@ -121,5 +121,6 @@ def make_oracle(casts: Casts, declared: Recipe, *, semantics: Semantics | None =
     semantics: another meaning than the declared one, for instance the checkpoint's own.
     """
     meaning = declared.semantics if semantics is None else semantics
-    recipe = replace(oracle_recipe(casts.checkpoint.config, meaning), execution=declared.execution)
+    recipe = oracle_recipe(casts.checkpoint.config, meaning)
+    recipe = replace(recipe, execution=declared.execution, expanded_cache=declared.expanded_cache)
     return lambda probe: Model(casts.checkpoint.config, recipe, Weights(casts, meaning), probe=probe)

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
+from torch import Tensor
 
 from harness.divergence import Cause, Divergence, Side, cause_of, golden_margin, side_p
 from harness.envelope import Envelope
+from harness.gaps import gap_ulp
 from harness.golden_data import ENDED, Golden
 from harness.lockstep import Stepper, walk_steppers
 from harness.probes import Tap
-from harness.routing import Build, Route, changed, explaining_swap, oracle_pass
+from harness.routing import Adoption, Build, Choice, Route, adopted, explaining_swap, rounding_gap
+from variants.decode import single_pass
+from variants.dtypes import DType
+from variants.recipe import Recipe
+from variants.rounding import NoProbe
 
 ALPHA = 1e-3  # family-wise, over every divergence and both sides
 CANDIDATE = "candidate"
-# A router score (0 to 1) that bf16 activations move by about a hundredth; exchanges at wider gaps are not rounding.
-WIDEST_GAP = 0.05
 MakeRow = Callable[[int, Tap], Stepper]
 
 
@@ -29,15 +34,18 @@ MakeRow = Callable[[int, Tap], Stepper]
 class Evidence:
     """What the judge reads.
 
-    own, reference: envelopes of the candidate's recipe (walked with the candidate) and of the golden engine's. oracle:
-    makes the float64 model with the candidate's declared semantics; truth: the same with the checkpoint's own.
-    make_row(prompt, tap): the candidate over one prompt alone; None where its values cannot be looked at.
+    own, reference: envelopes of the candidate's recipe (walked with the candidate) and of the golden engine's, whose
+    recipes are `declared` and `golden_recipe`. oracle: makes the float64 model with the candidate's declared semantics;
+    truth: the same with the checkpoint's own. make_row(prompt, tap): the candidate over one prompt alone; None where
+    its values cannot be looked at.
     """
 
     golden: Golden
     chosen: np.ndarray
     own: Envelope
     reference: Envelope
+    declared: Recipe
+    golden_recipe: Recipe
     oracle: Build
     truth: Build
     make_row: MakeRow | None
@@ -48,7 +56,23 @@ def divergences(evidence: Evidence) -> list[Divergence]:
     tokens = evidence.golden.tokens[0]
     found = np.argwhere((evidence.chosen != tokens) & (tokens != ENDED))
     alpha = ALPHA / max(1, 2 * len(found))
-    return [_judge(evidence, int(n), int(t), alpha) for n, t in found]
+    logits = cache(lambda n: _oracle_logits(evidence, n))
+    judged = [_judge(evidence, int(n), int(t), alpha) for n, t in found]
+    return [_sized(d, logits(d.prompt)[d.position], evidence.declared) for d in judged]
+
+
+def _oracle_logits(e: Evidence, n: int) -> Tensor:
+    """The oracle's logits [T, V] along one prompt's golden tokens."""
+    tokens = [int(i) for i in e.golden.tokens[0, n] if i != ENDED]
+    return single_pass(e.oracle(NoProbe()), [list(e.golden.prompts[n])], [tokens])[0]
+
+
+def _sized(d: Divergence, logits: Tensor, declared: Recipe) -> Divergence:
+    """With the margin in units in the last place of the logits as the candidate stores them."""
+    rule = declared.rule("lm_head", -1)
+    stored = rule.output or rule.accum
+    ulps = gap_ulp(float(logits[d.golden_token]), float(logits[d.token]), stored.value)
+    return replace(d, ulps=ulps, logits_format=DType(stored).name)
 
 
 def _judge(e: Evidence, n: int, t: int, alpha: float) -> Divergence:
@@ -102,19 +126,30 @@ def _candidate_routing(e: Evidence, d: Divergence, members: int, alpha: float) -
     if make is None:
         return _swap_explains(e, d, "candidate", members, alpha)
     ids = choices_of(lambda tap: make(d.prompt, tap), forced)
-    right = oracle_pass(e.oracle, prompt, forced)
-    routes = changed(right.choices, ids)
-    if not routes:
-        return d
-    logits = oracle_pass(e.oracle, prompt, forced, ids={r: ids[r] for r in routes}).logits[-1]
+    found = adopted(e.oracle, prompt, forced, ids, within=rounding_gap(e.declared))
+    logits = found.run.logits[-1]
     margin = float(logits[d.golden_token] - logits[d.token])
-    if side_p(d.candidate, margin, members) < alpha:
-        return d
-    first = min(routes, key=lambda r: right.choices[r].gap)
-    choice = right.choices[first]
-    evidence = _exchange(choice.layer, choice.position, choice.chosen, ids[first], choice.gap)
-    evidence |= {"side": "candidate", "changed sets": len(routes), "margin with them": f"{margin:+.3g} nat"}
+    if not found.taken or side_p(d.candidate, margin, members) < alpha:
+        return replace(d, evidence=_too_wide(found, ids))
+    choice, gap = _narrowest(found.taken, ids)
+    evidence = _exchange(choice, ids[(choice.layer, choice.position)], gap)
+    evidence |= {"side": "candidate", "changed sets": len(found.taken), "margin with them": f"{margin:+.3g} nat"}
     return replace(d, cause=Cause.routing, evidence=evidence)
+
+
+def _narrowest(choices: Mapping[Route, Choice], ids: Mapping[Route, Sequence[int]]) -> tuple[Choice, float]:
+    return min(((c, c.gap_to(ids[r])) for r, c in choices.items()), key=lambda found: found[1])
+
+
+def _too_wide(found: Adoption, ids: Mapping[Route, Sequence[int]]) -> dict[str, object]:
+    """What speaks against rounding: experts exchanged at a gap that it does not bridge."""
+    if not found.wide:
+        return {}
+    choice, gap = _narrowest(found.wide, ids)
+    return _exchange(choice, ids[(choice.layer, choice.position)], gap) | {
+        "side": "candidate",
+        "gap is": "not rounding",
+    }
 
 
 def _golden_routing(e: Evidence, d: Divergence, members: int, alpha: float) -> Divergence:
@@ -132,19 +167,20 @@ def _swap_explains(e: Evidence, d: Divergence, side: str, members: int, alpha: f
         forced,
         pair=(d.golden_token, d.token),
         wanted=lambda margin: side_p(shown, margin, members) >= alpha,
-        within=WIDEST_GAP,
+        within=rounding_gap(e.golden_recipe if side == "golden" else e.declared),
     )
     if found is None:
         return d
     c = found.choice
-    evidence = _exchange(c.layer, c.position, c.chosen, c.swapped, c.gap)
+    evidence = _exchange(c, c.swapped, c.gap)
     evidence |= {"side": side, "margin with it": f"{found.margin:+.3g} nat"}
     return replace(d, cause=Cause.routing, evidence=d.evidence | evidence)
 
 
-def _exchange(layer: int, position: int, oracle: Sequence[int], other: Sequence[int], gap: float) -> dict[str, object]:
-    out, into = sorted(set(oracle) - set(other)), sorted(set(other) - set(oracle))
-    return {"layer": layer, "position": position, "experts": f"{out} -> {into}", "gap": float(f"{gap:.3g}")}
+def _exchange(choice: Choice, other: Sequence[int], gap: float) -> dict[str, object]:
+    out, into = sorted(set(choice.chosen) - set(other)), sorted(set(other) - set(choice.chosen))
+    where: dict[str, object] = {"layer": choice.layer, "position": choice.position}
+    return where | {"experts": f"{out} -> {into}", "gap": float(f"{gap:.3g}")}
 
 
 def choices_of(make: Callable[[Tap], Stepper], forced: Sequence[int]) -> Mapping[Route, list[int]]:

@@ -61,7 +61,7 @@ def _floors(rung: Rung) -> list[int]:
     """The first layer from which a rung's error stays in excess of its reference."""
     if rung.reference is None:
         return []
-    high = [e > EXCESS for e in rung.excess()]
+    high = [not e <= EXCESS for e in rung.excess()]  # an error that is not a number is no small one
     return next(([i] for i in range(len(high)) if all(high[i:])), [])
 
 

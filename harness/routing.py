@@ -5,7 +5,7 @@ run again with the other choice at one place (or with all of a candidate's choic
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,11 +13,16 @@ from torch import Tensor
 from harness.lockstep import Tokens
 from harness.probes import Tap, chain
 from variants import decode
+from variants.dtypes import DType
 from variants.model import Model
-from variants.recipe import Rule
+from variants.recipe import Recipe, Rule
 from variants.rounding import Probe, RoundAt, Step
 
 Route = tuple[int, int]  # (layer, position)
+MOST_SWAPS = 24
+# bf16 activations move a router score (0 to 1) by about a hundredth; five times that is 12.8 of its unit roundoffs.
+GAP_UNITS = 12.8
+SUM_UNITS = 8  # in f32 and f64 it is the sums that lose most: so many unit roundoffs for a few hundred products
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Choice:
     """The oracle's choice at one (layer, position) of one sequence.
 
     chosen: expert ids in decreasing order of choice score; runner_up: the best id left out; gap: choice score of the
-    last chosen minus that of the runner-up.
+    last chosen minus that of the runner-up. scores: choice score of every expert.
     """
 
     layer: int
@@ -33,6 +38,12 @@ class Choice:
     chosen: tuple[int, ...]
     runner_up: int
     gap: float
+    scores: Tensor = field(compare=False, repr=False)
+
+    def gap_to(self, ids: Sequence[int]) -> float:
+        """How far another choice lies: the best score that it leaves out minus the worst that it takes instead."""
+        out, into = sorted(set(self.chosen) - set(ids)), sorted(set(ids) - set(self.chosen))
+        return float(self.scores[out].max() - self.scores[into].min()) if out and into else 0.0
 
     @property
     def swapped(self) -> tuple[int, ...]:
@@ -108,6 +119,7 @@ def _choices(model: Model, tap: Tap) -> dict[Route, Choice]:
                 chosen=tuple(top.indices[position, :k].tolist()),
                 runner_up=int(top.indices[position, k]),
                 gap=float(last - next_),
+                scores=choice[position],
             )
     return found
 
@@ -116,6 +128,41 @@ def changed(oracle: Mapping[Route, Choice], ids: Mapping[Route, Sequence[int]]) 
     """Places at which a candidate's set of experts is not the oracle's, in order of position, then layer."""
     routes = [r for r, chosen in ids.items() if r in oracle and set(chosen) != set(oracle[r].chosen)]
     return sorted(routes, key=lambda r: (r[1], r[0]))
+
+
+def rounding_gap(recipe: Recipe) -> float:
+    """The widest gap of choice scores (0 to 1) over which rounding under a recipe exchanges experts."""
+    rules = (*recipe.rules.values(), *recipe.exceptions.values())
+    coarsest = min((f for r in rules for f in (r.input, r.accum, r.output) if f), key=lambda f: f.precision)
+    units = GAP_UNITS if coarsest.precision <= DType.f16.precision else GAP_UNITS * SUM_UNITS
+    return units * coarsest.unit_roundoff
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """The oracle with a candidate's choices in place: the pass, what was taken over, and what lies too far off."""
+
+    run: Pass
+    taken: dict[Route, Choice]
+    wide: dict[Route, Choice]
+
+
+def adopted(
+    build: Build, prompt: Tokens, forced: Tokens, ids: Mapping[Route, Sequence[int]], *, within: float
+) -> Adoption:
+    """Force a candidate's choices `ids` upon the oracle wherever rounding can have made them.
+
+    One exchange changes what later layers and tokens see, so after each round the rest is compared with what the oracle
+    then chooses; it ends where no further choice lies within `within` of its own.
+    """
+    taken: dict[Route, Choice] = {}
+    while True:
+        run = oracle_pass(build, prompt, forced, ids={r: ids[r] for r in taken})
+        differ = {r: run.choices[r] for r in changed(run.choices, ids) if r not in taken}
+        near = {r: c for r, c in differ.items() if c.gap_to(ids[r]) <= within}
+        if not near:
+            return Adoption(run, taken, differ)
+        taken |= near
 
 
 @dataclass(frozen=True)
@@ -148,6 +195,3 @@ def explaining_swap(
         if wanted(margin):
             return Explanation(choice, margin)
     return None
-
-
-MOST_SWAPS = 24

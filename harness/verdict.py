@@ -15,6 +15,8 @@ from harness.signature import hints
 from variants.model_config import ModelConfig
 from variants.recipe import Recipe
 
+OUTER = ("envelope",)  # instruments whose finding is a matter of probability
+
 
 class RunClass(Enum):
     """The class of a whole run."""
@@ -39,7 +41,8 @@ class Finding:
 class Verdict:
     """Class, reason and place of a run; what was found by which instrument; every divergence with its cause.
 
-    confidence: "high" when an instrument that looks inside found it, "low" when only outputs did.
+    confidence: "high" when an instrument that looks inside found it (what ran, local replay, ladder), "low" when only
+    the size of an error or a token did.
     """
 
     run_class: RunClass
@@ -80,7 +83,8 @@ def replay_findings(replay: LocalReplay, *, recipe: Recipe, config: ModelConfig,
 def _replay_finding(key: Key, replay: LocalReplay, recipe: Recipe, config: ModelConfig, rung: str) -> Finding:
     error = replay.errors[key]
     told = hints(key, error, recipe=recipe, config=config)
-    line = f"layer {key[1]} {key[0]}: {error.worst:.3g}x its bound in local replay at {rung}"
+    size = "not finite" if error.non_finite else f"{error.worst:.3g}x its bound"
+    line = f"layer {key[1]} {key[0]}: {size} in local replay at {rung}"
     return Finding(instrument=f"local_replay_{rung}", reason="; ".join([line, *told[:2]]), site=key[0], layer=key[1])
 
 
@@ -111,7 +115,7 @@ def conclude(
     inside = [f for f in findings if f.site is not None] or [f for f in findings if f.layer is not None]
     if findings:
         first = inside[0] if inside else findings[0]
-        sure = "high" if inside else "low"
+        sure = "low" if all(f.instrument in OUTER for f in findings) else "high"
         return Verdict(run_class=RunClass.defect, reason=f"{first.reason}: defect", site=first.site, layer=first.layer,
                        confidence=sure, **common)  # fmt: skip  # pyright: ignore[reportArgumentType]
     unexplained = [d for d in divergences if d.cause in (Cause.defect, Cause.golden_side, Cause.non_finite)]

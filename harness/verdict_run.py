@@ -164,6 +164,8 @@ def _evidence(q: Question, chosen: np.ndarray, own: Envelope, reference: Envelop
         chosen=chosen,
         own=own,
         reference=reference,
+        declared=q.declared,
+        golden_recipe=q.reference,
         oracle=make_oracle(q.casts, q.declared),
         truth=make_oracle(q.casts, q.declared, semantics=Semantics()),
         make_row=make_row,

@@ -1,0 +1,207 @@
+"""The error of one operation, what rounding allows it, and where in a battery it is over that."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from variants.dtypes import narrowest_holding, ulp
+from variants.recipe import Place, Recipe, Rule
+from variants.rounding import Step
+from variants.sites import BY_EXPERT, BY_KEY, BY_ROW, BY_TOKEN
+
+# Rounding inside an operation beyond its last store, in units of its accumulation format at the value's typical size.
+# The chunked delta rule inverts a matrix and subtracts large terms: its error at single positions is larger. Measured
+# on benign variants on both batteries, the worst position stays under half of LIMIT with these.
+SUM_UNITS = 16.0
+ELEMENTWISE_UNITS = 4.0
+CHUNK_UNITS = 128.0
+ELEMENTWISE = ("rms_norm", "sigmoid", "silu", "softplus", "l2norm", "mul", "add", "copy", "operand", "gather", "scale")
+LIMIT = 6.0  # root mean square of a position's error over what is allowed there
+
+
+@dataclass
+class OpError:
+    """The error of one operation at one (site, layer) in one phase, over a battery.
+
+    error2, value2, allowed2: sums of squares of the error, of the replayed value and of what rounding allows; cross:
+    sum of error times value. worst: largest ratio of one position, and its (row, position); first: the earliest
+    position over LIMIT; seen, rows: the battery's rows that were compared, and those that have one; fits: the narrowest
+    formats that hold the variant's values there. over, positions: how many of how many are over LIMIT. changed: tokens
+    whose set of experts differs. non_finite: values that are finite on one side alone; where both are not, the fault
+    came from upstream. Tokens that fill up a shorter row count nowhere.
+    """
+
+    count: int = 0
+    error2: float = 0.0
+    value2: float = 0.0
+    allowed2: float = 0.0
+    cross: float = 0.0
+    non_finite: int = 0
+    changed: int = 0
+    worst: float = 0.0
+    worst_at: tuple[int, int] = (-1, -1)
+    first: tuple[int, int] | None = None
+    seen: set[int] = field(default_factory=set)
+    rows: set[int] = field(default_factory=set)
+    fits: set[str] = field(default_factory=set)
+    over: int = 0
+    positions: int = 0
+
+    def include(self, other: "OpError", row: int) -> None:
+        """Add another battery's error, all of it as row `row`."""
+        for name in ("count", "error2", "value2", "allowed2", "cross", "non_finite", "changed", "over", "positions"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.fits |= other.fits
+        self.seen.add(row)
+        if other.over:
+            self.rows.add(row)
+        if other.worst > self.worst:
+            self.worst, self.worst_at = other.worst, (row, other.worst_at[1])
+        if other.first is not None and (self.first is None or other.first[1] < self.first[1]):
+            self.first = (row, other.first[1])
+
+    @property
+    def ratio(self) -> float:
+        """Root mean square error over what rounding allows, all positions together."""
+        return _root(self.error2, self.allowed2)
+
+    @property
+    def relative(self) -> float:
+        """Root mean square error over root mean square value."""
+        return _root(self.error2, self.value2)
+
+    @property
+    def scale(self) -> float:
+        """Least-squares factor from the replayed value to the variant's, minus 1: a constant off by 1 % gives 0.01."""
+        return self.cross / self.value2 if self.value2 else 0.0
+
+    @property
+    def explained_by_scale(self) -> float:
+        """Share of the squared error that this one factor explains."""
+        return self.cross**2 / (self.value2 * self.error2) if self.value2 and self.error2 else 0.0
+
+    @property
+    def in_excess(self) -> bool:
+        return self.worst > LIMIT or self.non_finite > 0
+
+
+def _root(a: float, b: float) -> float:
+    return (a / b) ** 0.5 if b else (float("inf") if a else 0.0)
+
+
+def bounding_rule(recipe: Recipe, place: Place, phase: str) -> Rule:
+    """The rule that says how much a place may err; a carried state errs as the core that made it, and by its store."""
+    rule = recipe.rule(*place, phase)
+    if place[0] != "kda_state":
+        return rule
+    core = recipe.rule("kda_core", place[1], phase)
+    return replace(rule, accum=core.accum, algorithm=core.algorithm)
+
+
+def inner_units(rule: Rule) -> float:
+    """What an operation may err inside itself, in units of its accumulation format."""
+    if rule.algorithm == "chunk":
+        return CHUNK_UNITS
+    return ELEMENTWISE_UNITS if rule.algorithm.startswith(ELEMENTWISE) else SUM_UNITS
+
+
+def allowed(rule: Rule, value: Tensor, *, usual: float = 0.0) -> Tensor:
+    """Mean square error that a rule allows at each element of `value` (float64): its last rounding (ties_to_even, so
+    uniform in half a unit in the last place), and the rounding inside the operation at the value's typical size.
+
+    usual: mean square of the place's values so far; a small result of a sum errs as the sum's terms do.
+    """
+    square = value.square()
+    typical = torch.maximum(square.mean(-1, keepdim=True), square.mean()).clamp_min(usual)
+    inner = (inner_units(rule) * rule.accum.unit_roundoff) ** 2 * typical
+    if rule.output is None:
+        return inner
+    stores = 2 if rule.algorithm.endswith("_twice") else 1
+    return stores * ulp(value, rule.output).square() / 12 + inner
+
+
+def enter(entry: OpError, mine: Tensor, theirs: Tensor, *, rule: Rule, step: Step, site: str) -> None:
+    """Add one step's values, float64 and of one shape, to a place's error."""
+    finite, broken = _comparable(mine, theirs, step, site)
+    error, value = torch.where(finite, theirs - mine, 0.0), torch.where(finite, mine, 0.0)
+    usual = entry.value2 / entry.count if entry.count else 0.0
+    square, allow = error.square(), allowed(rule, value, usual=usual).expand_as(error)
+    sums = torch.stack([square.sum(), value.square().sum(), allow.sum(), (error * value).sum(), broken.sum().double()])
+    error2, value2, allowed2, cross, bad = sums.tolist()
+    entry.count += error.numel()
+    entry.error2, entry.value2 = entry.error2 + error2, entry.value2 + value2
+    entry.allowed2, entry.cross = entry.allowed2 + allowed2, entry.cross + cross
+    entry.non_finite += int(bad)
+    rows, starts = _layout(square, step, site)
+    ratio = (square.reshape(rows).sum(-1) / allow.reshape(rows).sum(-1).clamp_min(1e-300)).sqrt()
+    if bad:
+        ratio = torch.where(broken.reshape(rows).any(-1), float("inf"), ratio)
+    before = entry.over
+    note_positions(entry, ratio, starts, step, by_key=_by_key(theirs, step, site))
+    if entry.over > before:
+        entry.fits.add(narrowest_holding(theirs).name)
+
+
+def _comparable(mine: Tensor, theirs: Tensor, step: Step, site: str) -> tuple[Tensor, Tensor]:
+    """Which elements can be compared, and which are finite on one side alone; pads are neither."""
+    here, there = torch.isfinite(mine), torch.isfinite(theirs)
+    finite, broken = here & there, here != there
+    rows, starts = _layout(theirs, step, site)
+    real = None if starts is None else real_tokens(step, rows[1], by_key=_by_key(theirs, step, site))
+    if real is None:
+        return finite, broken
+    lead = 1 if site in BY_TOKEN else 2
+    real = real.to(theirs.device).reshape(*theirs.shape[:lead], *[1] * (theirs.ndim - lead))
+    return finite & real, broken & real
+
+
+def real_tokens(step: Step, width: int, *, by_key: bool = False) -> Tensor | None:
+    """bool [rows, width]: the tokens (or keys) that do not fill up a shorter row; None where all are real."""
+    ends = [s + n for s, n in zip(step.starts, step.lengths, strict=True)] if by_key else list(step.lengths)
+    if min(ends) == width or width != max(ends):
+        return None
+    return torch.arange(width) < torch.tensor(ends).unsqueeze(1)
+
+
+def note_positions(
+    entry: OpError, ratio: Tensor, starts: tuple[int, ...] | None, step: Step, *, by_key: bool = False
+) -> None:
+    """Enter ratios [rows, positions] of error over bound; experts' rows have no position of their own: -1."""
+    real = None if starts is None else real_tokens(step, ratio.shape[1], by_key=by_key)
+    ratio = ratio if real is None else torch.where(real.to(ratio.device), ratio, 0.0)
+    entry.positions += ratio.numel() if real is None else int(real.sum())
+    entry.seen |= set(step.slots) if starts else set()
+    worst = float(ratio.max())
+    if worst > entry.worst:
+        entry.worst, entry.worst_at = worst, _where(ratio == worst, starts, step)
+    if worst > LIMIT:
+        entry.over += int((ratio > LIMIT).sum())
+        entry.rows |= {step.slots[r] for r in (ratio > LIMIT).any(-1).nonzero()[:, 0].tolist()} if starts else set()
+        found = _where(ratio > LIMIT, starts, step)
+        entry.first = found if entry.first is None or found[1] < entry.first[1] else entry.first
+
+
+def _layout(x: Tensor, step: Step, site: str) -> tuple[tuple[int, int, int], tuple[int, ...] | None]:
+    """The shape (rows, positions, elements) of a value, and the position of each row's first column (None: unknown)."""
+    batch = len(step.slots)
+    if site in BY_EXPERT:
+        return (x.shape[0], 1, -1), None
+    if site in BY_ROW:
+        return (batch, 1, -1), tuple(s + n - 1 for s, n in zip(step.starts, step.lengths, strict=True))
+    if _by_key(x, step, site):
+        return (batch, x.shape[1], -1), tuple(0 for _ in step.starts)
+    return (batch, max(step.lengths), -1), tuple(step.starts)
+
+
+def _by_key(x: Tensor, step: Step, site: str) -> bool:
+    """Whether a value has one row a key; where keys are expanded once, these sites see the new tokens alone."""
+    return site in BY_KEY and x.shape[1] == max(s + n for s, n in zip(step.starts, step.lengths, strict=True))
+
+
+def _where(hit: Tensor, starts: tuple[int, ...] | None, step: Step) -> tuple[int, int]:
+    """(the battery's row, position) of the hit with the lowest position."""
+    found = hit.nonzero().tolist()
+    if starts is None:
+        return -1, -1
+    return min(((step.slots[row], starts[row] + column) for row, column in found), key=lambda p: p[1])
