@@ -98,33 +98,34 @@ class KdaBlock:
 
     def __call__(self, x: Tensor, batch: Batch, state: State) -> Tensor:
         q, k, v, f, gate, beta = self.project(self.operand(x))
-        q, k, v = self._short_conv(torch.cat([q, k, v], -1), batch, state)
+        qk, v = self._short_conv(torch.cat([q, k, v], -1), batch, state)
         g = self._decay(self.f_b(self.f_b_in(f)))
         beta = self.round_beta(self.beta_sigmoid(pinned(beta, self.beta_accum)))
-        o = self._delta_rule(q, k, v, g, beta, batch, state)
+        o = self._delta_rule(qk, v, g, beta, batch, state)
         gate = self.g_b(self.g_b_in(gate)).unflatten(-1, (self.heads, self.v_dim))
         gate = self.gate_sigmoid(pinned(gate, self.norm_accum))
         o = gated_rms_norm(pinned(o, self.norm_accum), self.o_norm_weight, gate, eps=self.eps)
         return self.o_proj(self.o_in(self.round_o(o).flatten(-2)))
 
-    def _short_conv(self, raw: Tensor, batch: Batch, state: State) -> tuple[Tensor, ...]:
+    def _short_conv(self, raw: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
+        """q and k as [B, T, 2 H, K] and v [B, T, H, V], after convolution and SiLU."""
         carried = state.conv[self.layer][batch.index]
         window = torch.cat([carried.to(raw.dtype), raw], 1)
         put(state.conv, self.layer, batch, self.round_state(next_state(window, list(batch.lengths), self.width - 1)))
         mixed = self.round_sum(self.conv(pinned(window, self.conv_accum), self.conv_weight))
         mixed = self.round_conv(self.silu(pinned(mixed, self.silu_accum)))
-        q, k, v = mixed.split([self.heads * self.k_dim, self.heads * self.k_dim, self.heads * self.v_dim], -1)
-        return tuple(y.unflatten(-1, (self.heads, -1)) for y in (q, k, v))
+        qk, v = mixed.split([2 * self.heads * self.k_dim, self.heads * self.v_dim], -1)
+        return qk.unflatten(-1, (2 * self.heads, -1)), v.unflatten(-1, (self.heads, -1))
 
     def _decay(self, f: Tensor) -> Tensor:
         f = pinned(f, self.gate_accum).unflatten(-1, (self.heads, self.k_dim))
         return self.round_g(kda.decay_gate(f, self.a_log, self.dt_bias))
 
     def _delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State
+        self, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State
     ) -> Tensor:
-        q = self.round_q(kda.l2norm(pinned(q, self.norm_dtype)))
-        k = self.round_k(kda.l2norm(pinned(k, self.norm_dtype)))
+        q, k = kda.l2norm(pinned(qk, self.norm_dtype)).chunk(2, 2)
+        q, k = self.round_q(q), self.round_k(k)
         v = self.round_v(v)
         if batch.real is not None:  # a token that is not real neither writes nor decays, even where it is not finite
             pad = ~batch.real[..., None]

@@ -51,17 +51,21 @@ def recurrent(
 def recurrent_gemv(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **_: object
 ) -> tuple[Tensor, Tensor]:
-    """As `recurrent`, with both sums over K as matrix-vector products and the update as a rank-one product."""
-    decay = g.exp()
-    shape = state.shape
+    """As `recurrent`, the state read once a token for both sums: k and q, decayed, are two rows of one product.
+
+    o = q^T (D S + k e^T) is taken as (D q)^T S + (q . k) e, so the order of roundings is its own.
+    """
+    shape, decay = state.shape, g.exp()
+    rows = torch.stack([k * decay, q * decay], -2)
+    overlap = (q * k).sum(-1, keepdim=True)
     flat = state.reshape(-1, *shape[2:])
     out = []
     for t in range(q.shape[1]):
-        key = k[:, t].reshape(-1, 1, shape[2])
-        flat = flat * decay[:, t].reshape(-1, shape[2], 1)
-        error = (v[:, t].reshape(-1, 1, shape[3]) - torch.bmm(key, flat)) * beta[:, t].reshape(-1, 1, 1)
-        flat = torch.baddbmm(flat, key.transpose(1, 2), error)
-        out.append(torch.bmm(q[:, t].reshape(-1, 1, shape[2]), flat).view(*shape[:2], shape[3]))
+        seen = torch.bmm(rows[:, t].reshape(-1, 2, shape[2]), flat).view(*shape[:2], 2, shape[3])
+        error = (v[:, t] - seen[:, :, 0]) * beta[:, t].unsqueeze(-1)
+        out.append(torch.addcmul(seen[:, :, 1], overlap[:, t], error))
+        update = k[:, t].reshape(-1, shape[2], 1), error.reshape(-1, 1, shape[3])
+        flat = torch.baddbmm(flat * decay[:, t].reshape(-1, shape[2], 1), *update)
     return torch.stack(out, 1), flat.view(shape)
 
 
