@@ -173,6 +173,19 @@ COMMANDS: tuple[Command, ...] = (
         example="neartie calibrate out=/tmp/again.json seed=1",
     ),
     Command(
+        name="power",
+        summary="planted defects and benign variants under every rule: who catches what",
+        module="experiments.power",
+        usage="neartie power [seeds=8] [workers=2] [out=DIR] [--quick]",
+        text=(
+            "Detection, false alarms and localisation of our instruments and of the rules\n"
+            "in use elsewhere, on the same runs. Half an hour on two cores; cells that are\n"
+            "finished stay in out=results/power, so a stopped run goes on where it was."
+        ),
+        example="neartie power --quick",
+        flags=(Flag(name="quick", help="a few cells, under a minute"),),
+    ),
+    Command(
         name="doctor",
         summary="what is installed, which devices there are, are the assets whole",
         module="experiments.doctor",

@@ -1,0 +1,237 @@
+"""One run of the power experiment: a correct variant or a planted defect, watched by every instrument at once.
+
+The candidate runs at its own formats and again with every format raised to float32 and to float64 (the same code
+path), each under local replay; the raised runs also are the ladder's rungs. What cells share is made once.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.calibration import of_recipe, shipped_calibration
+from harness.engines.local import LocalEngine
+from harness.envelope import Envelope, envelope
+from harness.expected import ExpectedScore, expected_score
+from harness.forced_values import Values, layer_places
+from harness.golden import load_golden
+from harness.inspect import RUNGS, make_oracle, model_stepper
+from harness.ladder import Ladder, ladder, other_order
+from harness.local_replay import LocalReplay, local_replay, merged
+from harness.lockstep import Stepper, batches
+from harness.oracle import oracle_recipe
+from harness.power_cells import GATE, Cell, Slice, variant_of
+from harness.power_rules import P_VALUE, Judgement, Observed
+from harness.power_watch import Seen, climbed, replayed
+from harness.probes import Tap, chain
+from harness.rounding_noise import twin
+from harness.significance import Interval, Spread, holm
+from variants import decode
+from variants.axes import Variant
+from variants.decode import Sequences
+from variants.defects import DEFECTS, Planted, build, plant
+from variants.defects import Spread as Where
+from variants.defects_kinds import Severity
+from variants.model import Model
+from variants.recipe import Recipe, Semantics, resolve
+from variants.rounding import NoProbe, Probe
+from variants.weights import Casts
+
+MEMBERS = 6
+EXPECTED_MEMBERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one cell left. exercised: whether any value or logit differs from the clean run's in one bit, at either
+    precision; None where there is no clean run beside it."""
+
+    observed: Observed
+    exercised: bool | None
+    seconds: float
+
+
+Make = Callable[[Recipe, Probe], Model]
+
+
+def replayed_as(recipe: Recipe) -> dict[str, Recipe]:
+    """The runs that local replay looks into: at the recipe's own formats, and with all of them raised, rung by rung."""
+    return {"replay": recipe, **{f"replay_{p.name}": recipe.at_precision(p) for p in RUNGS}}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One precision: its local replay, logits [P, V], last values of each step, and a digest of all that was seen."""
+
+    replay: LocalReplay
+    logits: Tensor
+    values: list[Values]
+    digest: str
+
+
+class Bench:
+    """A checkpoint with all that the cells of an experiment share; `observe` runs one cell."""
+
+    def __init__(self, casts: Casts) -> None:
+        self.casts = casts
+        self.config = casts.checkpoint.config
+        self.calibration = shipped_calibration(casts.checkpoint.sha256)
+        self.engine = LocalEngine(casts, Variant(), name="power")
+        self.recipe = cache(lambda words: resolve(variant_of(words), self.config))
+        self.battery = cache(Slice.battery)
+        self.clean = cache(self._clean)
+        self.expected = cache(self._expected)
+        self.exact = cache(lambda semantics: oracle_recipe(self.config, semantics))
+        self.oracle_logits = cache(lambda part: self._forced(self.exact(Semantics()), part))
+        self.other_logits = cache(lambda words, part: self._forced(other_order(self.recipe(words)), part))
+        self.envelope = cache(self._envelope)
+
+    def observe(self, cell: Cell, *, scored: bool = True) -> Outcome:
+        """Run a cell and everything that judges it.
+
+        scored: also let it decode gate freely and hold the score against what is expected of its words; done for cells
+        on the first half of gate, so that each variant is scored once.
+        """
+        began = time.perf_counter()
+        make, recipe = self._maker(cell), self.recipe(cell.words)
+        runs = {name: self._run(make, r, cell.battery) for name, r in replayed_as(recipe).items()}
+        own = runs["replay"]
+        digests = tuple(run.digest for run in runs.values())
+        exercised = None if cell.benign else digests != self.clean(cell.words, cell.battery)
+        instruments = {
+            **{name: replayed(run.replay) for name, run in runs.items()},
+            "ladder": climbed(self._ladder(make, recipe, cell.battery)),
+            "envelope": self._enveloped(cell, own.values),
+        }
+        expected = self.expected(cell.words) if scored and cell.battery == GATE else None
+        matched = None if expected is None else self._matched(make, recipe)
+        observed = Observed(
+            logits=own.logits,
+            oracle=self.oracle_logits(cell.battery),
+            other=self.other_logits(cell.words, cell.battery),
+            instruments=instruments,
+            matched=matched,
+            expected=_interval(expected, matched),
+            expected_p=float("nan") if expected is None or matched is None else expected.p_value(matched),
+        )
+        return Outcome(observed=observed, exercised=exercised, seconds=time.perf_counter() - began)
+
+    def _expected(self, words: str) -> ExpectedScore:
+        """What a correct run of these words scores on gate."""
+        return expected_score(self.recipe(words), self.casts, load_golden("gate"), members=EXPECTED_MEMBERS)
+
+    def planted(self, cell: Cell) -> Planted | None:
+        if cell.benign:
+            return None
+        severity, where = Severity[cell.severity], Where[cell.spread]
+        return plant(DEFECTS[cell.defect], severity=severity, layers=where, config=self.config)
+
+    def _maker(self, cell: Cell) -> Make:
+        planted = self.planted(cell)
+        if planted is None:
+            return lambda recipe, probe: self.engine.build(recipe=recipe, probe=probe)
+        return lambda recipe, probe: build(self.engine, recipe, planted, probe=probe)
+
+    def _run(self, make: Make, recipe: Recipe, part: Slice) -> _Run:
+        """Local replay of a recipe, its batches one after the other."""
+        battery = self.battery(part)
+        runs = [
+            self._batch(make, recipe, prompts, forced)
+            for _, prompts, forced in batches(battery.prompts, battery.continuations, recipe.execution.batch)
+        ]
+        return _Run(
+            merged([r.replay for r in runs]),
+            torch.cat([r.logits for r in runs]),
+            [{place: torch.cat([r.values[t][place] for r in runs]) for place in first} for t, first in
+             enumerate(runs[0].values)],
+            "".join(r.digest for r in runs),
+        )  # fmt: skip
+
+    def _batch(self, make: Make, recipe: Recipe, prompts: Sequence, forced: Sequence) -> _Run:
+        seen = Seen(layer_places(self.config), len(prompts))
+
+        def stepper(tap: Tap) -> "Seen":
+            model = make(recipe, chain([tap, seen.last]))
+            return seen.on(Sequences(model, prompts, max(map(len, forced))), tap)
+
+        replay = local_replay(stepper, make_oracle(self.casts, recipe), recipe, prompts, forced)
+        return _Run(replay, torch.stack(seen.logits, 1).flatten(0, 1), seen.values, seen.digest.hexdigest())
+
+    def _clean(self, words: str, part: Slice) -> tuple[str, ...]:
+        """Digests of the unplanted runs of the same words, one for each run that is replayed."""
+        plain: Make = lambda r, probe: self.engine.build(recipe=r, probe=probe)  # noqa: E731
+        return tuple(self._run(plain, r, part).digest for r in replayed_as(self.recipe(words)).values())
+
+    def _ladder(self, make: Make, recipe: Recipe, part: Slice) -> Ladder:
+        battery = self.battery(part)
+        plain: Make = lambda r, probe: self.engine.build(recipe=r, probe=probe)  # noqa: E731
+
+        def run(by: Make, r: Recipe) -> Callable[[Tap], Stepper]:
+            return lambda tap: model_stepper(by(r, tap), battery)
+
+        rungs = {p: recipe.at_precision(p) for p in RUNGS}
+        return ladder(
+            make_oracle(self.casts, recipe),
+            {p: run(make, r) for p, r in rungs.items()},
+            {p: run(plain, other_order(r)) for p, r in rungs.items()},
+            battery.prompts,
+            battery.continuations,
+        )
+
+    def _forced(self, recipe: Recipe, part: Slice) -> Tensor:
+        """Teacher-forced logits [P, V] of a correct recipe, float64, positions in the order of (prompt, t)."""
+        battery = self.battery(part)
+        head = layer_places(self.config)[-1]
+        steps = of_recipe(recipe, self.casts).values(battery.prompts, battery.continuations, [head])
+        return torch.stack([v[head] for v in steps], 1).flatten(0, 1)
+
+    def _envelope(self, words: str, part: Slice, seed: int) -> tuple[Envelope, list[Values]]:
+        """The envelope of a recipe on a battery, and the oracle's values beside it."""
+        recipe, battery = self.recipe(words), self.battery(part)
+        oracle = of_recipe(twin(recipe), self.casts)
+        places = layer_places(self.config)
+        exact = list(oracle.values(battery.prompts, battery.continuations, places))
+        return envelope(recipe, self.casts, battery, members=MEMBERS, seed=seed), exact
+
+    def _enveloped(self, cell: Cell, values: list[Values]) -> Judgement:
+        found, exact = self.envelope(cell.words, cell.battery, cell.seed)
+        errors = np.stack([_rms(values, exact, place) for place in found.places])
+        if not np.isfinite(errors).all():
+            return Judgement(float("inf"), True)
+        model = self.calibration.model(self.recipe(cell.words))
+        places = len(found.places)
+        p = holm(found.p_values(errors, Spread(mean=model.mean[:places], variance=model.variance[:places],
+                                               df=model.df[:places], count=model.count)))  # fmt: skip
+        over = np.flatnonzero(p < P_VALUE)
+        score = -np.log10(max(float(p.min()), 1e-300))
+        return Judgement(score, bool(over.size), None, found.places[over[0]][1] if over.size else None)
+
+    def _matched(self, make: Make, recipe: Recipe) -> int:
+        """Tokens of gate's run 0 that a free greedy run matches; a token of logits that are not finite is none."""
+        golden = load_golden("gate")
+        model = make(recipe, NoProbe())
+        tokens, hits = golden.tokens[0].astype(np.int64).tolist(), []
+        for _, prompts, right in batches(golden.prompts, tokens, recipe.execution.batch):
+            wanted = torch.tensor(right)
+
+            def choose(t: int, logits: Tensor, wanted: Tensor = wanted) -> Tensor:
+                chosen = decode.greedy(logits)
+                hits.append(int(((chosen == wanted[:, t]) & decode.is_finite(logits)).sum()))
+                return chosen
+
+            decode.steps(model, prompts, wanted.shape[1], choose)
+        return sum(hits)
+
+
+def _rms(values: list[Values], exact: list[Values], place: tuple[str, int]) -> np.ndarray:
+    """rms error at one place, positions in the order of (prompt, t): [P]."""
+    steps = [(v[place] - e[place]).pow(2).mean(-1).sqrt() for v, e in zip(values, exact, strict=True)]
+    return torch.stack(steps, 1).flatten().numpy()
+
+
+def _interval(expected: ExpectedScore | None, matched: int | None) -> Interval | None:
+    return None if expected is None or matched is None else expected.interval
