@@ -77,6 +77,7 @@ COMMANDS: tuple[Command, ...] = (
             "envelope of noisy members and routing explain each divergence; the expected\n"
             "score says what a correct run of the recipe reaches.\n"
             "members=8  reference=bf16_engine  the variant that stands for the golden's engine\n"
+            "declared=V  the variant that engine=transformers is taken to compute as\n"
             "A defect is a result and exits 0, unless --require is given."
         ),
         example="neartie verdict engine=transformers engine.dtype=bf16",

@@ -22,7 +22,8 @@ from harness.provenance import environment
 from harness.verdict import RunClass, Verdict
 from harness.verdict_run import Question, check_engine, judge_run
 from variants.errors import InputError, UsageError
-from variants.recipe import Recipe, resolve
+from variants.model_config import ModelConfig
+from variants.recipe import Recipe, is_incremental, resolve
 
 DEFECT = 1
 # A library in bf16 or f32 is taken to compute as the variant of this name, with the checkpoint's own semantics.
@@ -31,10 +32,14 @@ TAKEN_FOR = {"bf16": "bf16_engine", "f16": "bf16_engine", "f32": "f32"}
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Config):
-    """members: of the envelope and the expected score. reference: variant that stands for the golden's engine."""
+    """members: of the envelope and the expected score. reference: variant that stands for the golden's engine.
+
+    declared: variant that a library engine is taken to compute as; None for that of its dtype.
+    """
 
     members: int = 8
     reference: str = "bf16_engine"
+    declared: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,6 +47,11 @@ class Settings(Config):
             raise UsageError(f"members={self.members}: expected 2 or more, a spread is read off them")
         if self.engine.kind is EngineKind.replay:
             raise UsageError("verdict looks inside engine=local or engine=transformers; for tokens run `neartie gate`")
+        if self.declared is not None and self.engine.kind is EngineKind.local:
+            raise UsageError(
+                f"declared={self.declared} has no effect with engine=local: a variant declares itself; leave it out, "
+                "or name the library with engine=transformers"
+            )
 
 
 def run(config: Settings, flags: Flags) -> int:
@@ -89,8 +99,16 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
     return verdict, gate
 
 
-def _taken_for(config: Settings, model: object) -> Recipe:
-    return resolve(named_variant(TAKEN_FOR[config.engine.dtype.name]), model)  # pyright: ignore[reportArgumentType]
+def _taken_for(config: Settings, model: ModelConfig) -> Recipe:
+    """The recipe that a library engine is held against. Raises UsageError for one that does not carry state."""
+    name = config.declared or TAKEN_FOR[config.engine.dtype.name]
+    recipe = resolve(named_variant(name), model)
+    if not is_incremental(recipe) or recipe.execution.prefill_piece:
+        raise UsageError(
+            f"declared={name}: the library prefills a prompt in one piece and carries state; name a variant that does "
+            "so (execution.mode=incremental, execution.prefill_piece=0)"
+        )
+    return recipe
 
 
 def _calibration(sha256: str) -> Calibration | None:

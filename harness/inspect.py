@@ -17,6 +17,7 @@ from harness.probes import Tap
 from variants.decode import Sequences
 from variants.dtypes import DType
 from variants.model import Model
+from variants.model_config import ModelConfig
 from variants.recipe import Recipe, Semantics
 from variants.rounding import Probe
 from variants.weights import Casts, Weights
@@ -26,10 +27,25 @@ RUNGS = (DType.f32, DType.f64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """replays: by what ran ("as run", or the rung's name), with the recipe that bounds each; the ladder; its size."""
+class Arm:
+    """One way in which an engine ran under local replay.
 
-    replays: Mapping[str, tuple[LocalReplay, Recipe]]
+    make(battery, tap): steps it over forced prompts (a library over one). recipe: what bounds it. battery: what was
+    inspected. precision: to which its formats were raised, None as run.
+    """
+
+    make: Callable[[Battery, Tap], Stepper]
+    recipe: Recipe
+    battery: Battery
+    precision: DType | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """arms, replays: by what ran ("as run", or the rung's name); the ladder; its size."""
+
+    arms: Mapping[str, Arm]
+    replays: Mapping[str, LocalReplay]
     ladder: Ladder
     prompts: int
     tokens: int
@@ -52,22 +68,32 @@ def inspect_local(engine: LocalEngine, battery: Battery) -> Inspection:
     def steps(at: Recipe) -> Callable[[Tap], Stepper]:
         return lambda tap: model_stepper(engine.build(recipe=at, probe=tap), small)
 
-    def replayed(at: Recipe) -> LocalReplay:
-        return local_replay(steps(at), make_oracle(engine.casts, recipe), at, small.prompts, small.continuations)
+    def arm(at: Recipe, precision: DType | None) -> Arm:
+        return Arm(
+            make=lambda battery, tap: model_stepper(engine.build(recipe=at, probe=tap), battery),
+            recipe=at,
+            battery=small,
+            precision=precision,
+        )
 
     rungs = {p: recipe.at_precision(p) for p in RUNGS}
-    replays = {"as run": (replayed(recipe), recipe)}
+    arms = {"as run": arm(recipe, None)}
     if rungs[DType.f64].hash != recipe.hash:
-        replays["f64"] = (replayed(rungs[DType.f64]), rungs[DType.f64])
+        arms["f64"] = arm(rungs[DType.f64], DType.f64)
+    oracle = make_oracle(engine.casts, recipe)
     found = ladder(
-        make_oracle(engine.casts, recipe),
+        oracle,
         {p: steps(r) for p, r in rungs.items()},
         {p: steps(other_order(r)) for p, r in rungs.items()},
         small.prompts,
         small.continuations,
     )
     return Inspection(
-        replays=replays, ladder=found, prompts=len(small.prompts), tokens=max(map(len, small.continuations))
+        arms=arms,
+        replays={name: _replayed(a, oracle, small) for name, a in arms.items()},
+        ladder=found,
+        prompts=len(small.prompts),
+        tokens=max(map(len, small.continuations)),
     )
 
 
@@ -77,37 +103,46 @@ def inspect_library(engine: TransformersEngine, casts: Casts, declared: Recipe, 
     declared: what such an engine is taken to do where nothing else is said, with the checkpoint's own semantics.
     """
     small = sample(battery)
-    wide = engine.at_precision("f32")
-    arms = {"as run": (engine, declared)}
+    wide, at = engine.at_precision("f32"), declared.at_precision(DType.f32)
+
+    def arm(runs: TransformersEngine, recipe: Recipe, precision: DType | None) -> Arm:
+        return Arm(make=lambda b, tap: _one_prompt(runs, b, tap), recipe=recipe, battery=small, precision=precision)
+
+    arms = {"as run": arm(engine, declared, None)}
     if wide is not engine:
-        arms["f32"] = (wide, declared.at_precision(DType.f32))
+        arms["f32"] = arm(wide, at, DType.f32)
     oracle = make_oracle(casts, declared)
-    replays = {name: (_library_replay(e, r, oracle, small), r) for name, (e, r) in arms.items()}
-    at = declared.at_precision(DType.f32)
     found = ladder(
         oracle,
         {DType.f32: lambda tap: LibraryRows(wide, small, tap)},
-        {DType.f32: lambda tap: model_stepper(_model(casts, other_order(at), tap), small)},
+        {DType.f32: lambda tap: model_stepper(model_under(casts, other_order(at), tap), small)},
         small.prompts,
         small.continuations,
     )
     return Inspection(
-        replays=replays, ladder=found, prompts=len(small.prompts), tokens=max(map(len, small.continuations))
+        arms=arms,
+        replays={name: _by_prompt(a, oracle) for name, a in arms.items()},
+        ladder=found,
+        prompts=len(small.prompts),
+        tokens=max(map(len, small.continuations)),
     )
 
 
-def _library_replay(
-    engine: TransformersEngine, declared: Recipe, oracle: Callable[[Probe], Model], battery: Battery
-) -> LocalReplay:
+def _replayed(arm: Arm, oracle: Callable[[Probe], Model], battery: Battery) -> LocalReplay:
+    return local_replay(lambda tap: arm.make(battery, tap), oracle, arm.recipe, battery.prompts, battery.continuations)
+
+
+def _by_prompt(arm: Arm, oracle: Callable[[Probe], Model]) -> LocalReplay:
     """The library runs a prompt at a time; the errors of all prompts are one."""
-    parts = [
-        local_replay(lambda tap, p=p: TransformersStepper(engine, p, tap), oracle, declared, [p], [c])
-        for p, c in zip(battery.prompts, battery.continuations, strict=True)
-    ]
-    return merged(parts)
+    return merged([_replayed(arm, oracle, arm.battery.part([n])) for n in range(len(arm.battery.prompts))])
 
 
-def _model(casts: Casts, recipe: Recipe, probe: Probe) -> Model:
+def _one_prompt(engine: TransformersEngine, battery: Battery, tap: Tap) -> Stepper:
+    (prompt,) = battery.prompts
+    return TransformersStepper(engine, prompt, tap)
+
+
+def model_under(casts: Casts, recipe: Recipe, probe: Probe) -> Model:
     return Model(casts.checkpoint.config, recipe, Weights(casts, recipe.semantics), probe=probe)
 
 
@@ -120,7 +155,11 @@ def make_oracle(casts: Casts, declared: Recipe, *, semantics: Semantics | None =
 
     semantics: another meaning than the declared one, for instance the checkpoint's own.
     """
-    meaning = declared.semantics if semantics is None else semantics
-    recipe = oracle_recipe(casts.checkpoint.config, meaning)
-    recipe = replace(recipe, execution=declared.execution, expanded_cache=declared.expanded_cache)
-    return lambda probe: Model(casts.checkpoint.config, recipe, Weights(casts, meaning), probe=probe)
+    recipe = exact_recipe(casts.checkpoint.config, declared, declared.semantics if semantics is None else semantics)
+    return lambda probe: model_under(casts, recipe, probe)
+
+
+def exact_recipe(config: ModelConfig, declared: Recipe, semantics: Semantics) -> Recipe:
+    """The oracle's arithmetic, run in the steps and with the cache of what is declared."""
+    recipe = oracle_recipe(config, semantics)
+    return replace(recipe, execution=declared.execution, expanded_cache=declared.expanded_cache)

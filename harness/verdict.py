@@ -4,7 +4,7 @@ A defect is called by the instruments that look inside (observed recipe, local r
 envelope, or by a divergence that neither rounding nor routing explains. Otherwise what differs is rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -29,12 +29,18 @@ class RunClass(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Where something is wrong by one instrument. site and layer are None where the instrument cannot tell."""
+    """Where something is wrong by one instrument.
+
+    site and layer are None where the instrument cannot tell. rung: under which local replay found it ("as run", or a
+    precision); worst_at: the (row, position) that is farthest off among what was inspected, -1 for unknown.
+    """
 
     instrument: str
     reason: str
     site: str | None = None
     layer: int | None = None
+    rung: str = ""
+    worst_at: tuple[int, int] = (-1, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +91,24 @@ def _replay_finding(key: Key, replay: LocalReplay, recipe: Recipe, config: Model
     told = hints(key, error, recipe=recipe, config=config)
     size = "not finite" if error.non_finite else f"{error.worst:.3g}x its bound"
     line = f"layer {key[1]} {key[0]}: {size} in local replay at {rung}"
-    return Finding(instrument=f"local_replay_{rung}", reason="; ".join([line, *told[:2]]), site=key[0], layer=key[1])
+    return Finding(
+        instrument="local_replay",
+        reason="; ".join([line, *told[:2]]),
+        site=key[0],
+        layer=key[1],
+        rung=rung,
+        worst_at=error.worst_at,
+    )
+
+
+def non_finite_findings(replays: Mapping[str, LocalReplay]) -> list[Finding]:
+    """Where the first value that is not finite was made, by the first run that has one; nothing where none was seen."""
+    for rung, replay in replays.items():
+        for (site, layer, _), error in replay.errors.items():
+            if error.non_finite:
+                reason = f"first made at layer {layer} {site}"
+                return [Finding(instrument="local_replay", reason=reason, site=site, layer=layer, rung=rung)]
+    return []
 
 
 def ladder_findings(ladder: Ladder) -> list[Finding]:
@@ -108,10 +131,12 @@ def conclude(
     config: ModelConfig,
     **more: object,
 ) -> Verdict:
-    """Weigh what was found. invalid: why no verdict is possible, None where one is."""
+    """Weigh what was found. invalid: why no verdict is possible, None where one is; findings then say where from."""
     common = {"findings": tuple(findings), "divergences": tuple(divergences), **more}
     if invalid:
-        return Verdict(run_class=RunClass.invalid, reason=invalid, **common)  # pyright: ignore[reportArgumentType]
+        why = "; ".join([invalid, *(f.reason for f in findings[:1])])
+        site, layer = (findings[0].site, findings[0].layer) if findings else (None, None)
+        return Verdict(run_class=RunClass.invalid, reason=why, site=site, layer=layer, **common)  # pyright: ignore[reportArgumentType]
     inside = [f for f in findings if f.site is not None] or [f for f in findings if f.layer is not None]
     if findings:
         first = inside[0] if inside else findings[0]

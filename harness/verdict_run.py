@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.calibration import Calibration, of_recipe
+from harness.calibration import Calibration
+from harness.compose import groups, named_variant
 from harness.engines.local import LocalEngine
 from harness.engines.protocol import Scored
 from harness.engines.transformers_candidate import TransformersCandidate
@@ -16,23 +17,25 @@ from harness.engines.transformers_steps import TransformersStepper
 from harness.envelope import Envelope, envelope
 from harness.expected import ExpectedScore, expected_score
 from harness.forced_errors import Battery
-from harness.forced_values import Candidate
+from harness.forced_values import Candidate, ModelCandidate
 from harness.gaps import cannot_discriminate
 from harness.gate import GateResult
 from harness.golden_data import ENDED, Golden
+from harness.hypotheses import Subject, explain
 from harness.inspect import Inspection, inspect_library, inspect_local, make_oracle
 from harness.judge import ALPHA, CANDIDATE, Evidence, divergences
 from harness.lockstep import Stepper
 from harness.oracle import Forced
 from harness.probes import Tap
 from harness.significance import holm
-from harness.verdict import Finding, Verdict, conclude, ladder_findings, replay_findings
+from harness.verdict import Finding, Verdict, conclude, ladder_findings, non_finite_findings, replay_findings
 from variants.decode import Sequences
 from variants.errors import UsageError
-from variants.recipe import Recipe, Semantics
+from variants.recipe import Recipe, Semantics, resolve
 from variants.weights import Casts
 
 Checked = LocalEngine | TransformersEngine
+EXPLAINED = 6  # sites at most whose first finding is explained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +64,15 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
     chosen = np.where(golden.tokens[0] == ENDED, ENDED, scored.top_ids[..., 0])
     invalid = _invalid(gate, scored)
-    if invalid:
-        return conclude((), (), invalid=invalid, bar_met=None, config=config), scored
     inspection = _inspect(question, battery)
+    if invalid:
+        made = non_finite_findings(inspection.replays)
+        return conclude(made, (), invalid=invalid, bar_met=None, config=config), scored
     own = _envelope(question, battery, chosen)
     reference = _reference(question, battery, chosen, own)
     expected = expected_score(question.declared, question.casts, golden, members=question.members, seed=question.seed)
     findings = [Finding(instrument="observed", reason=line) for line in contradictions]
-    findings += _inside(inspection, config=config)
+    findings += _inside(question, inspection)
     findings += _outside(question, own)
     found = divergences(_evidence(question, chosen, own, reference))
     weak = cannot_discriminate(golden, _noise(own))
@@ -106,7 +110,8 @@ def _inspect(q: Question, battery: Battery) -> Inspection:
 
 def _candidate(q: Question) -> Candidate:
     if isinstance(q.engine, LocalEngine):
-        return of_recipe(q.engine.recipe, q.casts)
+        engine = q.engine
+        return ModelCandidate(lambda seen: engine.build(probe=seen), engine.recipe.execution.batch)
     return TransformersCandidate(q.engine)
 
 
@@ -128,13 +133,32 @@ def _reference(q: Question, battery: Battery, chosen: np.ndarray, own: Envelope)
     return envelope(q.reference, q.casts, watched, members=q.members, seed=q.seed + 1)
 
 
-def _inside(inspection: Inspection, *, config: object) -> list[Finding]:
+def _inside(q: Question, inspection: Inspection) -> list[Finding]:
+    """Findings of local replay and ladder; the first of each site with what explains it, where something does."""
     found: list[Finding] = []
-    for rung, (replay, recipe) in inspection.replays.items():
+    for rung, replay in inspection.replays.items():
         known = {(f.site, f.layer) for f in found}
-        fresh = replay_findings(replay, recipe=recipe, config=config, rung=rung)  # pyright: ignore[reportArgumentType]
+        fresh = replay_findings(
+            replay, recipe=inspection.arms[rung].recipe, config=q.casts.checkpoint.config, rung=rung
+        )
         found += [f for f in fresh if (f.site, f.layer) not in known]
-    return found + ladder_findings(inspection.ladder)
+    return [*_explained(q, inspection, found), *ladder_findings(inspection.ladder)]
+
+
+def _explained(q: Question, inspection: Inspection, found: Sequence[Finding]) -> list[Finding]:
+    """Each costs about a second on the shipped checkpoint, so the later findings of a site go without."""
+    if not found:
+        return []
+    subject = Subject(casts=q.casts, arms=inspection.arms, named=_named(q))
+    firsts = [f for i, f in enumerate(found) if f.site not in {g.site for g in found[:i]}][:EXPLAINED]
+    told = {id(f): explain(f, subject) for f in firsts}
+    return [replace(f, reason=f"{f.reason}; {text}") if (text := told.get(id(f))) else f for f in found]
+
+
+def _named(q: Question) -> dict[str, Recipe]:
+    """The named variants, that of the library first: it holds every rounding point of a real engine."""
+    names = sorted(groups()["variant"], key=lambda n: n != "transformers_mirror")
+    return {n: resolve(named_variant(n), q.casts.checkpoint.config) for n in names}
 
 
 def _outside(q: Question, own: Envelope) -> list[Finding]:

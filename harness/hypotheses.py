@@ -1,0 +1,187 @@
+"""Named explanations of a finding, each tested causally: with this one change, is the excess gone?
+
+Local replay holds a run against a meaning. A hypothesis is another meaning at one place: a parameter rounded to bf16
+when it was loaded, another eps, or the arithmetic that a named variant has there. The run's values are the same for all
+of them, so the run is made once, over the one prompt where the excess was worst, and every meaning walks beside it: a
+few tokens of one prompt for each of at most `MOST` hypotheses.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from harness.inspect import Arm, exact_recipe, model_under
+from harness.local_replay import LocalReplay, Meaning, replays
+from harness.op_error import OpError
+from harness.verdict import Finding
+from variants.dtypes import DType, dtype_of
+from variants.model import Model
+from variants.model_config import ModelConfig
+from variants.recipe import Place, Recipe, Rule, Semantics
+from variants.rounding import Probe
+from variants.sites import CHUNK_SITES, INSIDE_ATTENTION, rule_key
+from variants.weights import Casts
+
+MOST = 8
+TOKENS = 4  # forced at least; more where the worst position lies later
+LEFT = 0.1  # share of the squared error that may be left for a change to have explained it
+# Where each parameter is first used.
+USED = {"A_log": "decay_gate", "dt_bias": "decay_gate", "e_score_correction_bias": "router_ids"}
+LATENT_EPS = 1e-6  # of kv_a_layernorm, in the transformers library
+# Values on the way to a place that not every engine shows.
+INNER = {
+    "mla_core": ("mla_q", "mla_k", "mla_v", "q_latent", *INSIDE_ATTENTION, "o_latent"),
+    "kda_core": ("q_l2norm", "k_l2norm", "kda_v", *CHUNK_SITES),
+    "kda_state": ("q_l2norm", "k_l2norm", "kda_v", *CHUNK_SITES),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hypothesis:
+    """Another meaning at one place. recipe: what would then be declared; other: whose rules hold there, if any."""
+
+    text: str
+    semantics: Semantics
+    recipe: Recipe
+    other: Recipe | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What was found wanting. arms: the runs by the name of the rung; named: variants whose arithmetic may explain."""
+
+    casts: Casts
+    arms: Mapping[str, Arm]
+    named: Mapping[str, Recipe]
+
+
+def explain(finding: Finding, subject: Subject) -> str | None:
+    """The first change that takes away a local replay's excess, as "explained by ..."; None where none does.
+
+    A change explains where the place is in excess without it and not with it, and at most a tenth of the squared error
+    is left. Findings of other instruments have no such test and give None.
+    """
+    arm = subject.arms.get(finding.rung)
+    if arm is None or finding.site is None or finding.layer is None:
+        return None
+    place = (finding.site, finding.layer)
+    tried = hypotheses(place, arm, subject)
+    if not tried:
+        return None
+    before, *after = _errors(place, finding.worst_at, arm, subject.casts, tried)
+    if before is None or not before.in_excess:
+        return None
+    found = (h for h, e in zip(tried, after, strict=True) if e is not None and _explains(before, e))
+    return next((f"explained by {h.text}" for h in found), None)
+
+
+def _explains(before: OpError, after: OpError) -> bool:
+    return not after.in_excess and after.error2 <= LEFT * before.error2
+
+
+def hypotheses(place: Place, arm: Arm, subject: Subject) -> list[Hypothesis]:
+    """What could be meant at a place instead of what is declared, the plainest first."""
+    found = [*_parameters(place, arm.recipe, subject.casts), *_eps(place, arm.recipe, subject.casts.checkpoint.config)]
+    return [*found, *_arithmetic(place, arm, subject.named)][:MOST]
+
+
+def _parameters(place: Place, declared: Recipe, casts: Casts) -> list[Hypothesis]:
+    """Parameters that the checkpoint stores wider than bf16, used at this place and not declared to be rounded."""
+    site, layer = place
+    prefix, known = f"model.layers.{layer}.", declared.semantics
+    wide = {
+        name.rsplit(".", 1)[-1]
+        for name, tensor in casts.checkpoint.tensors.items()
+        if name.startswith(prefix) and dtype_of(tensor).precision > DType.bf16.precision
+    }
+    names = [n for n in sorted(wide - known.bf16_params) if USED.get(n, site) == site]
+    changed = [(n, replace(known, bf16_params=known.bf16_params | {n})) for n in names]
+    return [Hypothesis(text=f"{n} rounded to bf16 when loaded", semantics=s, recipe=declared) for n, s in changed]
+
+
+def _eps(place: Place, declared: Recipe, config: ModelConfig) -> list[Hypothesis]:
+    if place[0] != "kv_a_norm":
+        return []
+    said, own = declared.semantics.kv_eps, config.rms_norm_eps
+    here = own if said is None else said
+    by = "the config says" if said is None else "the variant declares"
+    others = [e for e in dict.fromkeys((LATENT_EPS, own)) if e != here]
+    return [
+        Hypothesis(
+            text=f"eps {e:.0e} where {by} {here:.0e}",
+            semantics=replace(declared.semantics, kv_eps=None if e == own else e),
+            recipe=declared,
+        )
+        for e in others
+    ]
+
+
+def _arithmetic(place: Place, arm: Arm, named: Mapping[str, Recipe]) -> list[Hypothesis]:
+    """Variants whose rules differ at this place, each set of rules once."""
+    found, seen = [], {_rules(arm.recipe, place)}
+    for name, recipe in named.items():
+        other = recipe if arm.precision is None else recipe.at_precision(arm.precision)
+        rules = _rules(other, place)
+        if rules in seen or any(r.impl != "torch" for r in rules):
+            continue
+        seen.add(rules)
+        found.append(
+            Hypothesis(
+                text=f"computing {place[0]} as {name} does ({_told(arm.recipe, other, place)})",
+                semantics=arm.recipe.semantics,
+                recipe=arm.recipe.with_places(other, _all_of(place)),
+                other=other,
+            )
+        )
+    return found
+
+
+def _all_of(place: Place) -> list[Place]:
+    """A place and those inside the same operation."""
+    return [(site, place[1]) for site in (*INNER.get(place[0], ()), place[0])]
+
+
+def _rules(recipe: Recipe, place: Place) -> tuple[Rule, ...]:
+    return tuple(recipe.rule(s, layer, phase) for s, layer in _all_of(place) for phase in ("prefill", "decode"))
+
+
+def _told(declared: Recipe, other: Recipe, place: Place) -> str:
+    """The fields in which the rules of the place itself differ, in the first phase in which any do."""
+    for phase in ("prefill", "decode"):
+        a, b = (r.rule(place[0], place[1], phase).as_dict() for r in (declared, other))
+        told = [f"{k} {b[k]}" for k in b if b[k] != a.get(k) and k != "storage"]
+        if told:
+            return ", ".join(told)
+    return f"other rules inside {rule_key(place[0], 'prefill')}"
+
+
+def _errors(
+    place: Place, worst_at: tuple[int, int], arm: Arm, casts: Casts, tried: Sequence[Hypothesis]
+) -> list[OpError | None]:
+    """The place's error as declared, then under each hypothesis, over the prompt with the worst position."""
+
+    def only(site: str, layer: int) -> bool:
+        return (site, layer) == place
+
+    row = max(worst_at[0], 0)
+    prompt = arm.battery.prompts[row]
+    tokens = max(TOKENS, worst_at[1] - len(prompt) + 2)
+    battery = arm.battery.part([row], tokens)
+    as_declared = Hypothesis(text="as declared", semantics=arm.recipe.semantics, recipe=arm.recipe)
+    meanings = [Meaning(_oracle(place, h, casts), h.recipe, only) for h in (as_declared, *tried)]
+    found = replays(lambda tap: arm.make(battery, tap), meanings, battery.prompts, battery.continuations)
+    return [_joined(replay) for replay in found]
+
+
+def _oracle(place: Place, hypothesis: Hypothesis, casts: Casts) -> Callable[[Probe], Model]:
+    recipe = exact_recipe(casts.checkpoint.config, hypothesis.recipe, hypothesis.semantics)
+    if hypothesis.other is not None:
+        recipe = recipe.with_places(hypothesis.other, _all_of(place))
+    return lambda probe: model_under(casts, recipe, probe)
+
+
+def _joined(replay: LocalReplay) -> OpError | None:
+    """Prefill and decode of one place together; None where it was not compared."""
+    joined = OpError()
+    for error in replay.errors.values():
+        joined.include(error, 0)
+    return joined if replay.errors else None
