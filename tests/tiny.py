@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from variants import decode
 from variants.axes import (
     Execution,
     ExecutionAxes,
@@ -100,7 +102,7 @@ def prompt(length: int, *, seed: int = 0, vocab: int = ODD.vocab_size) -> list[i
     return torch.randint(3, vocab, (length,), generator=random).tolist()
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative(a: Tensor, b: Tensor) -> float:
     """Largest difference over the largest value, as a float; infinite where anything is not finite."""
     difference = (a.double() - b.double()).abs().max() / b.double().abs().max()
     return float(difference) if bool(torch.isfinite(difference)) else float("inf")
@@ -109,3 +111,30 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def ragged(lengths: Sequence[int], **more: int) -> list[list[int]]:
     """Prompts of these lengths, each of other tokens."""
     return [prompt(n, seed=i + 1, **more) for i, n in enumerate(lengths)]
+
+
+FORMATS = {
+    "f64": (Stream.f64, Gemm.f64),
+    "f32": (Stream.f32, Gemm.f32),
+    "bf16_f32out": (Stream.f32, Gemm.bf16_f32out),
+    "bf16 stream": (Stream.bf16, Gemm.bf16),
+    "bf16 stream, f32 out": (Stream.bf16, Gemm.bf16_f32out),
+    "bf16 in place": (Stream.bf16_in_place, Gemm.bf16_f32out),
+    "f16": (Stream.f16, Gemm.f16),
+}
+FORCED = [prompt(4, seed=70 + i) for i in range(3)]
+
+
+def every_logit(model: Model, tokens: Sequence[int]) -> Tensor:
+    """[T, vocab] from one prefill."""
+    state = model.new_state(slots=1, max_len=len(tokens))
+    return model.forward(
+        torch.tensor([list(tokens)]), state, slots=[0], lengths=[len(tokens)], phase="prefill", every=True
+    )[0]
+
+
+def forced(model: Model, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> Tensor:
+    """[B, T, vocab] of prefill and forced tokens through the decode path."""
+    tokens = torch.tensor(continuations)
+    runs = decode.steps(model, prompts, tokens.shape[1], lambda t, _: tokens[:, t])
+    return torch.stack([r.logits for r in runs], 1)
