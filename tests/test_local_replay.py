@@ -1,0 +1,231 @@
+"""Local replay: a tap changes nothing, an operation's own error alone is seen, and a fault is found where it sits."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from instruments import battery, engine, findings, planted, replay, worst
+from torch import Tensor
+
+from harness.compose import groups
+from harness.inspect import make_oracle
+from harness.local_replay import LIMIT, LocalReplay, Meaning, local_replay, merged, replays
+from harness.lockstep import walk
+from harness.op_error import OpError, enter
+from harness.oracle import oracle_recipe
+from harness.probes import Tap
+from variants.axes import Execution, Gemm, Stream, Variant
+from variants.decode import Sequences
+from variants.defects import DEFECTS, Spread
+from variants.defects_kinds import Severity
+from variants.dtypes import DType
+from variants.model import Model
+from variants.recipe import Rule, resolve
+from variants.rounding import RoundAt, Step
+from variants.sites import INSIDE_ATTENTION
+from variants.weights import Weights
+
+PROMPTS = tiny.ragged([5, 1, 9])
+FORCED = [tiny.prompt(4, seed=70 + n) for n in range(3)]
+BF16 = tiny.plain(Stream.bf16, Gemm.bf16)
+FAST = ("bf16_engine", "transformers_mirror", "f32_fast")
+# At one layer these exchange no expert of this battery: the run is bit-identical to a correct one.
+NOT_EXERCISED = {"router_bias_scaled", "rounded_correction_bias"}
+
+
+class Nudge:
+    """Changes one place of a run by a function of its value; the fault of these tests."""
+
+    def __init__(self, place: tuple[str, int], change: RoundAt, inner: Tap) -> None:
+        self.place, self.change, self.inner = place, change, inner
+
+    def begin(self, step: Step) -> None:
+        self.inner.begin(step)
+
+    def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
+        def nudged(x: Tensor) -> Tensor:
+            y = x if rounding is None else rounding(x)
+            return self.change(y)
+
+        return self.inner.bind(site, layer, rule, nudged if (site, layer) == self.place else rounding)
+
+
+def tiny_replay(variant: Variant, fault: tuple[tuple[str, int], RoundAt] | None = None) -> LocalReplay:
+    casts = tiny.casts()
+    recipe = resolve(variant, casts.checkpoint.config)
+
+    def make(tap: Tap) -> Sequences:
+        probe = tap if fault is None else Nudge(*fault, tap)
+        return Sequences(tiny.build(variant, casts, probe=probe), PROMPTS, 4)
+
+    return local_replay(make, make_oracle(casts, recipe), recipe, PROMPTS, FORCED)
+
+
+@pytest.mark.parametrize("execution", [tiny.INCREMENTAL, tiny.RECOMPUTE, replace(tiny.INCREMENTAL, prefill_piece=2)])
+@pytest.mark.parametrize("stream", [Stream.bf16, Stream.f32])
+def test_a_tap_changes_no_bit(execution: object, stream: Stream) -> None:
+    """A run with every place tapped gives the logits of the run without, bit for bit, and every layer was seen."""
+    variant = tiny.plain(stream, Gemm.bf16_f32out, execution=execution)  # pyright: ignore[reportArgumentType]
+    casts, tap = tiny.casts(), Tap()
+    plain, tapped = tiny.build(variant, casts), tiny.build(variant, casts, probe=tap)
+    for step in walk([plain, tapped], PROMPTS, FORCED):
+        assert torch.equal(*step.logits)
+        assert {layer for _, layer in tap.values} == set(range(-1, tiny.ODD.num_layers + 1))
+
+
+def test_taps_hold_one_step() -> None:
+    """Memory is bounded by one step: what was tapped in a step is gone in the next."""
+    tap = Tap()
+    sizes = []
+    for _ in walk([tiny.build(BF16, tiny.casts(), probe=tap)], PROMPTS, FORCED):
+        sizes.append(tap.values[("input_norm", 0)].shape[1])
+    assert sizes == [9, 1, 1, 1]
+
+
+@pytest.mark.parametrize("mode", list(Execution))
+def test_the_oracles_own_algorithms_leave_nothing(mode: Execution) -> None:
+    """The oracle's recipe against itself: zero error at every place that produces a value, in every step."""
+    casts = tiny.casts()
+    recipe = oracle_recipe(casts.checkpoint.config).with_execution(mode=mode)
+
+    taps: list[Tap] = []
+
+    def make(tap: Tap) -> Sequences:
+        taps.append(tap)
+        return Sequences(Model(tiny.ODD, recipe, Weights(casts, recipe.semantics), probe=tap), PROMPTS, 4)
+
+    found = local_replay(make, make_oracle(casts, recipe), recipe, PROMPTS, FORCED)
+    assert all(e.error2 == 0 and e.worst == 0 for e in found.errors.values())
+    assert found.compared == {p for p in taps[0].values if p[0] not in INSIDE_ATTENTION}
+    assert len(found.compared) > 80
+
+
+def test_only_the_faulty_operation_errs() -> None:
+    """A fault of a quarter at one place is found there alone: nothing downstream of it is in excess."""
+    found = tiny_replay(BF16, (("o_norm", 0), lambda x: x * 1.25))
+    assert {key[:2] for key in found.excess()} == {("o_norm", 0)}
+    assert not tiny_replay(BF16).excess()
+
+
+def test_a_value_that_is_not_finite_is_of_the_operation_that_made_it() -> None:
+    """A NaN spreads over all that follows, and is held against the one place where it came from."""
+
+    def break_one(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[1, 0, 3] = float("nan")
+        return y
+
+    found = tiny_replay(BF16, (("post_attn_norm", 1), break_one))
+    assert {key[:2] for key in found.excess()} == {("post_attn_norm", 1)}
+    error = found.errors[("post_attn_norm", 1, "prefill")]
+    assert (error.non_finite, error.first, error.rows) == (1, (1, 0), {1})
+
+
+def test_what_fills_up_a_shorter_row_counts_nowhere() -> None:
+    """Garbage in the pads of ragged rows is no error; the same garbage in a real token is."""
+
+    def spoil(column: int) -> RoundAt:
+        def change(x: Tensor) -> Tensor:
+            if x.shape[1] == 1:
+                return x
+            y = x.clone()
+            y[1, column:] = 1e6
+            return y
+
+        return change
+
+    place = ("post_attn_norm", 0)
+    assert not tiny_replay(BF16, (place, spoil(1))).excess()
+    assert tiny_replay(BF16, (place, spoil(0))).errors[(*place, "prefill")].first == (1, 0)
+
+
+def test_keys_that_fill_up_a_shorter_row_count_nowhere() -> None:
+    """A value with one row a key is compared up to each row's own number of keys."""
+    step = Step("decode", (0, 1), (4, 1), (1, 1))
+    mine, theirs = torch.ones(2, 5, 3).double(), torch.ones(2, 5, 3).double()
+    theirs[1, 2:] = 7.0
+    clean, dirty = OpError(), OpError()
+    enter(clean, mine, theirs, rule=Rule(), step=step, site="mla_k")
+    theirs[1, 1] = 7.0
+    enter(dirty, mine, theirs, rule=Rule(), step=step, site="mla_k")
+    assert (clean.error2, clean.worst, clean.positions) == (0, 0, 7)
+    assert (dirty.first, dirty.over) == ((1, 1), 1)
+
+
+def test_several_meanings_share_one_run() -> None:
+    """Replays walked together are those walked alone, and `wanted` leaves out comparison, not substitution."""
+    casts = tiny.casts()
+    recipe = resolve(BF16, casts.checkpoint.config)
+    oracle = make_oracle(casts, recipe)
+
+    def make(tap: Tap) -> Sequences:
+        return Sequences(tiny.build(BF16, casts, probe=tap), PROMPTS, 4)
+
+    only = Meaning(oracle, recipe, lambda site, layer: (site, layer) == ("combine", 2))
+    both, one = replays(make, [Meaning(oracle, recipe), only], PROMPTS, FORCED)
+    alone = local_replay(make, oracle, recipe, PROMPTS, FORCED)
+    assert both.errors == alone.errors
+    assert one.errors == {k: e for k, e in alone.errors.items() if k[:2] == ("combine", 2)}
+
+
+def test_merged_batteries_number_their_rows() -> None:
+    """The errors of parts add up, and a bad place is reported with the part that it came from."""
+    a = OpError(count=2, error2=1.0, worst=2.0, worst_at=(0, 3), positions=2, seen={0})
+    b = OpError(count=3, error2=2.0, worst=9.0, worst_at=(0, 5), first=(0, 4), over=1, positions=3, seen={0}, rows={0})
+    key = ("beta", 0, "prefill")
+    found = merged([LocalReplay({key: e}, frozenset({key[:2]})) for e in (a, b)]).errors[key]
+    assert (found.count, found.error2, found.positions, found.over) == (5, 3.0, 5, 1)
+    assert (found.worst, found.worst_at, found.first) == (9.0, (1, 5), (1, 4))
+    assert (found.seen, found.rows) == ({0, 1}, {1})
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_correct_variant_is_within_its_bound(name: str) -> None:
+    """No place of a named variant is in excess, and the worst is under half of what would be."""
+    found = replay(None, engine(name).recipe, over=battery(tokens=3))
+    key, error = worst(found)
+    assert error.worst < LIMIT / 2, key
+    assert not any(e.changed for e in found.errors.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", groups()["variant"])
+def test_every_variant_is_within_its_bound_at_every_precision(name: str) -> None:
+    """No place of any named variant is in excess on gate, as it runs and with every format raised."""
+    recipe = engine(name).recipe
+    for at in (recipe, recipe.at_precision(DType.f32), recipe.at_precision(DType.f64)):
+        found = replay(None, at, over=battery(tuple(range(8)), 8))
+        assert not found.excess(), worst(found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gate_bias_scaled", "rounded_A_log", "l2_eps_k", "state_reset", "nan_in_attention", "norm_eps_latent",
+     "router_bias_left_out", "mla_cache_not_written"],
+)  # fmt: skip
+def test_a_defect_at_its_lightest_is_found_where_it_sits(name: str) -> None:
+    """The first finding names the site and the layer of a defect planted at one layer."""
+    p = planted(name)
+    first = findings(replay(p))[0]
+    assert first.site in p.defect.sites
+    assert first.layer == p.layers[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("severity", [Severity.heavy, Severity.medium])
+@pytest.mark.parametrize("name", list(DEFECTS))
+def test_every_defect_is_found_where_it_sits(name: str, severity: Severity) -> None:
+    """The first finding names site and layer; one that exchanges no expert of the battery is not there to be found."""
+    p = planted(name, severity, Spread.one)
+    found = findings(replay(p, over=battery((0, 2, 4), 6)))
+    if not found:
+        assert name in NOT_EXERCISED
+        return
+    assert found[0].site in p.defect.sites
+    assert found[0].layer == p.layers[0]
+
+
+def test_a_clean_carrier_has_no_finding() -> None:
+    """What the planted runs above differ from gives no finding in float64, where the bounds are narrowest."""
+    assert not findings(replay(None, engine().recipe.at_precision(DType.f64)))
