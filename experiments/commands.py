@@ -20,7 +20,10 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One subcommand; `actions` are its second words, each with the names of the words that follow it."""
+    """One subcommand; `actions` are its second words, each with the names of the words that follow it.
+
+    words: the names of the words that a command without actions takes.
+    """
 
     name: str
     summary: str
@@ -30,6 +33,7 @@ class Command:
     example: str
     flags: tuple[Flag, ...] = ()
     actions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
 
     @property
     def exists(self) -> bool:
@@ -82,6 +86,37 @@ COMMANDS: tuple[Command, ...] = (
         ),
         example="neartie verdict engine=transformers engine.dtype=bf16",
         flags=(Flag(name="require", help="exit 1 where the verdict is DEFECT or INVALID"),),
+    ),
+    Command(
+        name="bisect",
+        summary="which places, or which axes, make two variants differ",
+        module="experiments.bisect",
+        usage="neartie bisect a=A b=B [token=[P,T]] [shares=true] [golden=G] ...",
+        text=(
+            "Where A and B first differ at all, beyond rounding, and in function; then the\n"
+            "smallest set of (site, layer) that turns A's token into B's when it computes as\n"
+            "in B, forced along the golden. variant=A against=B is the same.\n"
+            "token=[P,T]  prompt P, position T; left out: the first that differs\n"
+            "alone=true  also try every place by itself\n"
+            "capture=DIR  keep the first place's operation for `neartie replay`\n"
+            "shares=true  what each axis adds to B's score over A's: orders=24 sampled\n"
+            "             score=forced|free, batch=N rows together in every run"
+        ),
+        example="neartie bisect a=f64_islands b=device_kda token=[4,6]",
+    ),
+    Command(
+        name="replay",
+        summary="run one captured operation again, alone: its bits and its error",
+        module="experiments.replay",
+        usage="neartie replay FILE",
+        text=(
+            "FILE is one that `neartie bisect capture=DIR` wrote; it holds all that is read.\n"
+            "Runs it under its own rule, bit for bit, and in float64: error, its bound, ulps,\n"
+            "the worst element and what the error looks like. A fault exits 0 without --fail."
+        ),
+        example="neartie replay results/ops/k_proj@0-a.safetensors",
+        flags=(Flag(name="fail", help="exit 1 where bits differ or the error is out of bounds"),),
+        words=("FILE",),
     ),
     Command(
         name="explain",

@@ -51,14 +51,15 @@ def read(command: Command, argv: Sequence[str]) -> Line:
             values[HELP.name] = ""
         elif word.startswith("-"):
             values.update([_flag(command, word)])
-        elif OVERRIDE.match(word) or not command.actions:
+        elif OVERRIDE.match(word) or not (command.actions or command.words):
             overrides.append(word)
         else:
             words.append(word)
     if HELP.name in values:
         return Line(overrides=(), flags=Flags(), help=True)
     action = _action(command, words) if command.actions else ""
-    flags = Flags(values=values, action=action, words=tuple(words[1:]), many=many)
+    flags = Flags(values=values, action=action, words=tuple(words[1:] if action else words), many=many)
+    _check_words(command, flags.words)
     if "require" in values:
         overrides.append(f"require='{values['require']}'")
     return Line(overrides=tuple(overrides), flags=flags)
@@ -88,6 +89,11 @@ def _flag(command: Command, word: str) -> tuple[str, str]:
     if flag.value and not value and not flag.default:
         raise UsageError(f"--{name} needs a value: --{name}={flag.value}")
     return name, value or flag.default
+
+
+def _check_words(command: Command, words: Sequence[str]) -> None:
+    if command.words and len(words) != len(command.words):
+        raise UsageError(f"{command.name} takes {len(command.words)} word, got {len(words)}: {command.usage}")
 
 
 def _action(command: Command, words: Sequence[str]) -> str:
