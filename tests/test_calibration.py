@@ -184,6 +184,7 @@ def test_the_command_refuses_two_members(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_stored_calibration_can_be_made_again(shipped: Calibration, tmp_path: Path) -> None:
     """On whatever CPU, each shift is within 0.15 of what is stored; on the one that made it, the hash is the same."""
     out = tmp_path / "again.json"

@@ -158,6 +158,7 @@ def test_each_rounding_point_is_taken_out_once(odd: Casts) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_missing_rounding_point_stands_out_where_all_others_match() -> None:
     """The mirror of transformers bf16 equals it bit for bit; with a point missing it is at or over the jitter floor.
 
