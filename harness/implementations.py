@@ -47,6 +47,9 @@ SITE_FUNCTIONS = {
     "o_norm": {"sigmoid": "norm.gated_rms_norm", "sigmoid_lanes": "norm.gated_rms_norm"},
 }
 
+# Sites whose value is computed together with that of the site before them, at whose place it is seen.
+JOINED = ("k_l2norm",)
+
 
 def expected_function(site: str, rule: Rule) -> str:
     """The function of `variants.ops` that a rule's algorithm is at a site, "" where none of ours is."""

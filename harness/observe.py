@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from harness.implementations import expected_function
+from harness.implementations import JOINED, expected_function
 from variants import decode
 from variants.dtypes import DType, dtype_of, narrowest_holding
 from variants.model import Model
@@ -205,7 +205,9 @@ def contradictions(recipe: Recipe, places: Mapping[str, SiteObservation]) -> lis
         if site in INTEGER:
             continue
         rule = recipe.rule(site, int(layer), phase)
-        lines = _contradicts(rule, seen) + _another_function(site, rule, seen, joined=recipe.fused_projections)
+        lines = _contradicts(rule, seen) + _another_function(
+            site, rule, seen, joined=recipe.fused_projections or site in JOINED
+        )
         found += [f"layer {layer} {rule_key(site, phase)}: {line}" for line in lines]
     return found
 
