@@ -14,11 +14,11 @@ from harness.local_replay import LocalReplay, Meaning, replays
 from harness.op_error import OpError
 from harness.verdict import Finding
 from variants.dtypes import DType, dtype_of
-from variants.model import Model
+from variants.model import PHASES, Model
 from variants.model_config import ModelConfig
 from variants.recipe import Place, Recipe, Rule, Semantics
 from variants.rounding import Probe
-from variants.sites import CHUNK_SITES, INSIDE_ATTENTION, rule_key
+from variants.sites import CHUNK_SITES, INSIDE_ATTENTION, INTEGER, rule_key
 from variants.weights import Casts
 
 MOST = 8
@@ -37,12 +37,11 @@ INNER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """Another meaning at one place. recipe: what would then be declared; other: whose rules hold there, if any."""
+    """Another meaning at one place. exact: the float64 model's recipe under it. recipe: what would then be declared."""
 
     text: str
-    semantics: Semantics
+    exact: Recipe
     recipe: Recipe
-    other: Recipe | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,56 +79,84 @@ def _explains(before: OpError, after: OpError) -> bool:
 
 def hypotheses(place: Place, arm: Arm, subject: Subject) -> list[Hypothesis]:
     """What could be meant at a place instead of what is declared, the plainest first."""
-    found = [*_parameters(place, arm.recipe, subject.casts), *_eps(place, arm.recipe, subject.casts.checkpoint.config)]
-    return [*found, *_arithmetic(place, arm, subject.named)][:MOST]
+    config = subject.casts.checkpoint.config
+    plain = Hypothesis(text="", exact=exact_recipe(config, arm.recipe, arm.recipe.semantics), recipe=arm.recipe)
+    found = [*_parameters(place, plain, subject.casts), *_eps(place, plain, config), *_stored(place, plain)]
+    return [*found, *_arithmetic(place, plain, arm.precision, subject.named)][:MOST]
 
 
-def _parameters(place: Place, declared: Recipe, casts: Casts) -> list[Hypothesis]:
+def _parameters(place: Place, plain: Hypothesis, casts: Casts) -> list[Hypothesis]:
     """Parameters that the checkpoint stores wider than bf16, used at this place and not declared to be rounded."""
     site, layer = place
-    prefix, known = f"model.layers.{layer}.", declared.semantics
+    prefix, known = f"model.layers.{layer}.", plain.recipe.semantics
     wide = {
         name.rsplit(".", 1)[-1]
         for name, tensor in casts.checkpoint.tensors.items()
         if name.startswith(prefix) and dtype_of(tensor).precision > DType.bf16.precision
     }
     names = [n for n in sorted(wide - known.bf16_params) if USED.get(n, site) == site]
-    changed = [(n, replace(known, bf16_params=known.bf16_params | {n})) for n in names]
-    return [Hypothesis(text=f"{n} rounded to bf16 when loaded", semantics=s, recipe=declared) for n, s in changed]
+    meant = {n: replace(known, bf16_params=known.bf16_params | {n}) for n in names}
+    return [_meaning(plain, f"{n} rounded to bf16 when loaded", s) for n, s in meant.items()]
 
 
-def _eps(place: Place, declared: Recipe, config: ModelConfig) -> list[Hypothesis]:
+def _meaning(plain: Hypothesis, text: str, semantics: Semantics) -> Hypothesis:
+    return replace(plain, text=text, exact=replace(plain.exact, semantics=semantics))
+
+
+def _eps(place: Place, plain: Hypothesis, config: ModelConfig) -> list[Hypothesis]:
     if place[0] != "kv_a_norm":
         return []
-    said, own = declared.semantics.kv_eps, config.rms_norm_eps
-    here = own if said is None else said
-    by = "the config says" if said is None else "the variant declares"
+    known, own = plain.recipe.semantics, config.rms_norm_eps
+    here = own if known.kv_eps is None else known.kv_eps
+    by = "the config says" if known.kv_eps is None else "the variant declares"
     others = [e for e in dict.fromkeys((LATENT_EPS, own)) if e != here]
+    meant = {e: replace(known, kv_eps=None if e == own else e) for e in others}
+    return [_meaning(plain, f"eps {e:.0e} where {by} {here:.0e}", s) for e, s in meant.items()]
+
+
+def _stored(place: Place, plain: Hypothesis) -> list[Hypothesis]:
+    """The place's value rounded to a format narrower than what is declared, and nothing else."""
+    if place[0] in INTEGER:
+        return []
+    declared = plain.recipe.rule(*place)
+    wide = declared.output or declared.accum
+    narrow = [f for f in (DType.bf16, DType.f16) if f.precision < wide.precision]
     return [
-        Hypothesis(
-            text=f"eps {e:.0e} where {by} {here:.0e}",
-            semantics=replace(declared.semantics, kv_eps=None if e == own else e),
-            recipe=declared,
+        replace(
+            plain,
+            text=f"{place[0]} rounded to {f.name} where {wide.name} is declared",
+            exact=_rounding(plain.exact, place, f),
+            recipe=_rounding(plain.recipe, place, f),
         )
-        for e in others
+        for f in narrow
     ]
 
 
-def _arithmetic(place: Place, arm: Arm, named: Mapping[str, Recipe]) -> list[Hypothesis]:
+def _rounding(recipe: Recipe, place: Place, dtype: DType) -> Recipe:
+    """A recipe whose value at one place ends in `dtype`, in a buffer that is as wide as it was computed."""
+    exceptions = dict(recipe.exceptions)
+    for phase in PHASES:
+        rule = recipe.rule(*place, phase)
+        exceptions[(rule_key(place[0], phase), place[1])] = replace(rule, output=dtype, storage=rule.accum)
+    return replace(recipe, exceptions=exceptions)
+
+
+def _arithmetic(
+    place: Place, plain: Hypothesis, precision: DType | None, named: Mapping[str, Recipe]
+) -> list[Hypothesis]:
     """Variants whose rules differ at this place, each set of rules once."""
-    found, seen = [], {_rules(arm.recipe, place)}
+    found, seen = [], {_rules(plain.recipe, place)}
     for name, recipe in named.items():
-        other = recipe if arm.precision is None else recipe.at_precision(arm.precision)
+        other = recipe if precision is None else recipe.at_precision(precision)
         rules = _rules(other, place)
         if rules in seen or any(r.impl != "torch" for r in rules):
             continue
         seen.add(rules)
         found.append(
             Hypothesis(
-                text=f"computing {place[0]} as {name} does ({_told(arm.recipe, other, place)})",
-                semantics=arm.recipe.semantics,
-                recipe=arm.recipe.with_places(other, _all_of(place)),
-                other=other,
+                text=f"computing {place[0]} as {name} does ({_told(plain.recipe, other, place)})",
+                exact=plain.exact.with_places(other, _all_of(place)),
+                recipe=plain.recipe.with_places(other, _all_of(place)),
             )
         )
     return found
@@ -141,12 +168,12 @@ def _all_of(place: Place) -> list[Place]:
 
 
 def _rules(recipe: Recipe, place: Place) -> tuple[Rule, ...]:
-    return tuple(recipe.rule(s, layer, phase) for s, layer in _all_of(place) for phase in ("prefill", "decode"))
+    return tuple(recipe.rule(s, layer, phase) for s, layer in _all_of(place) for phase in PHASES)
 
 
 def _told(declared: Recipe, other: Recipe, place: Place) -> str:
     """The fields in which the rules of the place itself differ, in the first phase in which any do."""
-    for phase in ("prefill", "decode"):
+    for phase in PHASES:
         a, b = (r.rule(place[0], place[1], phase).as_dict() for r in (declared, other))
         told = [f"{k} {b[k]}" for k in b if b[k] != a.get(k) and k != "storage"]
         if told:
@@ -166,16 +193,14 @@ def _errors(
     prompt = arm.battery.prompts[row]
     tokens = max(TOKENS, worst_at[1] - len(prompt) + 2)
     battery = arm.battery.part([row], tokens)
-    as_declared = Hypothesis(text="as declared", semantics=arm.recipe.semantics, recipe=arm.recipe)
-    meanings = [Meaning(_oracle(place, h, casts), h.recipe, only) for h in (as_declared, *tried)]
+    plain = exact_recipe(casts.checkpoint.config, arm.recipe, arm.recipe.semantics)
+    meanings = [Meaning(_maker(casts, plain), arm.recipe, only)]
+    meanings += [Meaning(_maker(casts, h.exact), h.recipe, only) for h in tried]
     found = replays(lambda tap: arm.make(battery, tap), meanings, battery.prompts, battery.continuations)
     return [_joined(replay) for replay in found]
 
 
-def _oracle(place: Place, hypothesis: Hypothesis, casts: Casts) -> Callable[[Probe], Model]:
-    recipe = exact_recipe(casts.checkpoint.config, hypothesis.recipe, hypothesis.semantics)
-    if hypothesis.other is not None:
-        recipe = recipe.with_places(hypothesis.other, _all_of(place))
+def _maker(casts: Casts, recipe: Recipe) -> Callable[[Probe], Model]:
     return lambda probe: model_under(casts, recipe, probe)
 
 

@@ -68,6 +68,9 @@ def inspect_local(engine: LocalEngine, battery: Battery) -> Inspection:
     def steps(at: Recipe) -> Callable[[Tap], Stepper]:
         return lambda tap: model_stepper(engine.build(recipe=at, probe=tap), small)
 
+    def reference(at: Recipe) -> Callable[[Tap], Stepper]:
+        return lambda tap: model_stepper(model_under(engine.casts, at, tap), small)
+
     def arm(at: Recipe, precision: DType | None) -> Arm:
         return Arm(
             make=lambda battery, tap: model_stepper(engine.build(recipe=at, probe=tap), battery),
@@ -84,7 +87,7 @@ def inspect_local(engine: LocalEngine, battery: Battery) -> Inspection:
     found = ladder(
         oracle,
         {p: steps(r) for p, r in rungs.items()},
-        {p: steps(other_order(r)) for p, r in rungs.items()},
+        {p: reference(other_order(r)) for p, r in rungs.items()},
         small.prompts,
         small.continuations,
     )

@@ -18,7 +18,7 @@ from harness.envelope import Envelope
 from harness.gaps import gap_ulp
 from harness.golden_data import ENDED, Golden
 from harness.lockstep import Stepper, walk_steppers
-from harness.probes import Tap
+from harness.probes import Passes, Tap
 from harness.routing import Adoption, Build, Choice, Route, adopted, explaining_swap, rounding_gap
 from variants.decode import single_pass
 from variants.dtypes import DType
@@ -185,11 +185,12 @@ def _exchange(choice: Choice, other: Sequence[int], gap: float) -> dict[str, obj
 
 def choices_of(make: Callable[[Tap], Stepper], forced: Sequence[int]) -> Mapping[Route, list[int]]:
     """Expert ids that a run chose at every (layer, position) of one prompt and its forced tokens."""
-    tap = Tap(lambda site, layer: site == "router_ids")
+    tap = Passes(lambda site, layer: site == "router_ids")
     found: dict[Route, list[int]] = {}
     for _ in walk_steppers([make(tap)], [forced]):
-        assert tap.step is not None
-        (start,) = tap.step.starts
-        for (_, layer), ids in tap.values.items():
-            found |= {(layer, start + i): row for i, row in enumerate(ids.tolist())}
+        for step, calls in tap.passes:
+            (start,) = step.starts
+            for (_, layer), (ids,) in calls.items():
+                found |= {(layer, start + i): row for i, row in enumerate(ids.tolist())}
+        tap.passes.clear()
     return found

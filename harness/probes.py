@@ -52,10 +52,22 @@ class Tap:
         return tap
 
 
+class Passes(Tap):
+    """A tap that keeps every pass until `passes` is emptied: a prompt prefilled in pieces has several a step."""
+
+    def __init__(self, wanted: Wanted = every_place, *, inner: Probe | None = None) -> None:
+        super().__init__(wanted, inner=inner)
+        self.passes: list[tuple[Step, dict[Place, list[Tensor]]]] = []
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self.passes.append((step, self.calls))
+
+
 class Against:
     """Compares each place with another run's value of the same step, and may go on with that value instead.
 
-    theirs(): the other run's values of the step in the order of their calls, for instance a `Tap`'s `calls`.
+    theirs(): the other run's values of the same pass in the order of their calls, for instance a `Tap`'s `calls`.
     report(place, mine, other) is called for each value that both have and says whether it was comparable; with
     `substitute`, the run continues from a comparable `other` (exactly, in this run's dtype), so that what is compared
     at the next place is one operation and nothing upstream: local replay.
