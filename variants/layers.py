@@ -121,9 +121,7 @@ class KdaBlock:
         f = pinned(f, self.gate_accum).unflatten(-1, (self.heads, self.k_dim))
         return self.round_g(kda.decay_gate(f, self.a_log, self.dt_bias))
 
-    def _delta_rule(
-        self, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State
-    ) -> Tensor:
+    def _delta_rule(self, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State) -> Tensor:
         q, k = kda.l2norm(pinned(qk, self.norm_dtype)).chunk(2, 2)
         q, k = self.round_q(q), self.round_k(k)
         v = self.round_v(v)
