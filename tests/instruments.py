@@ -37,9 +37,13 @@ def shipped() -> Casts:
 
 
 @cache
-def engine(variant: str | Variant = CARRIER) -> LocalEngine:
-    named = named_variant(variant) if isinstance(variant, str) else variant
-    return LocalEngine(shipped(), named, name=variant if isinstance(variant, str) else "carrier")
+def engine(name: str = "") -> LocalEngine:
+    """A named variant's engine, the carrier's without a name."""
+    return of(named_variant(name) if name else CARRIER)
+
+
+def of(variant: Variant) -> LocalEngine:
+    return LocalEngine(shipped(), variant, name="local")
 
 
 def battery(rows: tuple[int, ...] = (0, 2), tokens: int = 5) -> Battery:
