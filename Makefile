@@ -9,6 +9,8 @@ VARIANTS ?= f32,f64_islands,device_kda,incremental_chunk,bf16_stream,transformer
 GOLDEN ?= gate
 # The shipped model is too small for a second thread to gain, and on a busy machine one waits for the other.
 THREADS ?= 1
+# Test processes, each on one thread; a file's tests stay together, since they share what is slow to make.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv gate test test-slow lint format clean
@@ -29,7 +31,7 @@ gate: $(STAMP) ## Seven variants against the recorded vLLM tokens, one table
 
 test: $(STAMP) ## Lint, types and the default tests
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: $(STAMP) ## The slow tier
 	$(BIN)/python -m pytest -m slow

@@ -2,10 +2,10 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,15 +51,24 @@ def test_help_names_every_command(capsys: Captured) -> None:
     assert all(f"  {c.name:<9} {c.summary}" in shown for c in available().values())
 
 
+def _children_s() -> float:
+    """Processor time of the processes that this one has started and seen end."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
 def test_help_is_quick_and_imports_no_torch() -> None:
-    """`neartie --help` answers in under 1.5 s of a new process, without torch, pandas or hydra."""
+    """`neartie --help`, twice in a new process, takes under 1.5 s of processor time, without torch, pandas or hydra.
+
+    Processor time, since on the clock the tests that run beside this one would be counted too.
+    """
     code = (
         "import sys; from experiments.cli import main; main(['--help']); main(['gate', '--help']);"
         "print([m for m in ('torch', 'pandas', 'hydra', 'numpy') if m in sys.modules])"
     )
-    began = time.perf_counter()
+    began = _children_s()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert time.perf_counter() - began < 1.5
+    assert _children_s() - began < 1.5
     assert done.stdout.splitlines()[-1] == "[]"
 
 
