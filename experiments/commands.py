@@ -75,12 +75,13 @@ COMMANDS: tuple[Command, ...] = (
         name="verdict",
         summary="rounding or defect, and where: every instrument the engine allows",
         module="experiments.verdict",
-        usage="neartie verdict [variant=V] [golden=G] [engine=transformers] [members=K] ...",
+        usage="neartie verdict [variant=V] [golden=G] [engine=transformers] ...",
         text=(
             "Local replay and precision ladder name the site and layer of a defect; the\n"
             "envelope of noisy members and routing explain each divergence; the expected\n"
             "score says what a correct run of the recipe reaches.\n"
-            "members=8  reference=bf16_engine  the variant that stands for the golden's engine\n"
+            "members=8  noisy members, of the envelope and of the expected score\n"
+            "reference=bf16_engine  the variant that stands for the golden's engine\n"
             "declared=V  the variant that engine=transformers is taken to compute as\n"
             "A defect is a result and exits 0, unless --require is given."
         ),
