@@ -24,6 +24,7 @@ from variants.weights import Casts, Weights
 
 POSITIONS = 160  # enough for every site; a larger battery is sampled evenly
 RUNGS = (DType.f32, DType.f64)
+NORMS = ("input_norm", "post_attn_norm", "final_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,4 +166,11 @@ def make_oracle(casts: Casts, declared: Recipe, *, semantics: Semantics | None =
 def exact_recipe(config: ModelConfig, declared: Recipe, semantics: Semantics) -> Recipe:
     """The oracle's arithmetic, run in the steps and with the cache of what is declared."""
     recipe = oracle_recipe(config, semantics)
-    return replace(recipe, execution=declared.execution, expanded_cache=declared.expanded_cache)
+    # Which sum a norm reads is the variant's own legal order: it shows wherever a recorded store is substituted.
+    norms = {site: replace(recipe.rules[site], algorithm=declared.rules[site].algorithm) for site in NORMS}
+    return replace(
+        recipe,
+        rules={**recipe.rules, **norms},
+        execution=declared.execution,
+        expanded_cache=declared.expanded_cache,
+    )

@@ -129,27 +129,37 @@ def conclude(
     invalid: str | None,
     bar_met: bool | None,
     config: ModelConfig,
+    inspected: bool = False,
     **more: object,
 ) -> Verdict:
-    """Weigh what was found. invalid: why no verdict is possible, None where one is; findings then say where from."""
+    """Weigh what was found. invalid: why no verdict is possible, None where one is; findings then say where from.
+
+    inspected: every operation was replayed on its own inputs and its ladder climbed. Where that found nothing, what the
+    outputs alone suggest of the candidate (an envelope's alarm, an unlikely margin) is told and is no defect.
+    """
     common = {"findings": tuple(findings), "divergences": tuple(divergences), **more}
     if invalid:
         why = "; ".join([invalid, *(f.reason for f in findings[:1])])
         site, layer = (findings[0].site, findings[0].layer) if findings else (None, None)
         return Verdict(run_class=RunClass.invalid, reason=why, site=site, layer=layer, **common)  # pyright: ignore[reportArgumentType]
     inside = [f for f in findings if f.site is not None] or [f for f in findings if f.layer is not None]
-    if findings:
+    blamed = (Cause.defect, Cause.golden_side, Cause.non_finite)
+    cleared = inspected and all(f.instrument in OUTER for f in findings)
+    if cleared:
+        blamed = (Cause.golden_side, Cause.non_finite)
+    elif findings:
         first = inside[0] if inside else findings[0]
         sure = "low" if all(f.instrument in OUTER for f in findings) else "high"
         return Verdict(run_class=RunClass.defect, reason=f"{first.reason}: defect", site=first.site, layer=first.layer,
                        confidence=sure, **common)  # fmt: skip  # pyright: ignore[reportArgumentType]
-    unexplained = [d for d in divergences if d.cause in (Cause.defect, Cause.golden_side, Cause.non_finite)]
+    unexplained = [d for d in divergences if d.cause in blamed]
     if unexplained:
         worst = min(unexplained, key=lambda d: d.p)
         return Verdict(run_class=RunClass.defect, reason=worst.reason, confidence="low", **common)  # pyright: ignore[reportArgumentType]
     if bar_met:
         return Verdict(run_class=RunClass.passed, reason="the bar is met", **common)  # pyright: ignore[reportArgumentType]
-    return Verdict(run_class=RunClass.rounding, reason=_rounding_line(divergences), **common)  # pyright: ignore[reportArgumentType]
+    line = "; ".join([_rounding_line(divergences), *(f"though {f.reason}" for f in findings if cleared)])
+    return Verdict(run_class=RunClass.rounding, reason=line, **common)  # pyright: ignore[reportArgumentType]
 
 
 def _rounding_line(divergences: Sequence[Divergence]) -> str:
@@ -158,4 +168,6 @@ def _rounding_line(divergences: Sequence[Divergence]) -> str:
     counts = {cause: sum(d.cause is cause for d in divergences) for cause in Cause}
     told = ", ".join(f"{n} {cause.value}" for cause, n in counts.items() if n)
     worst = min(divergences, key=lambda d: d.p)
-    return f"all {len(divergences)} divergences explained ({told}); least likely: {worst.reason}"
+    unlikely = sum(d.cause is Cause.defect for d in divergences)
+    every = "every operation is within its bound" if unlikely else f"all {len(divergences)} divergences explained"
+    return f"{every} ({told}); least likely: {worst.reason}"

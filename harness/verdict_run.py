@@ -82,6 +82,7 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
         invalid=weak if weak and not findings else None,
         bar_met=gate.agreement.bar_met,
         config=config,
+        inspected=True,
         instruments=("local_replay", "ladder", "envelope", "expected_score", "routing"),
         figures=_figures(question, own, expected, inspection, gate),
     )

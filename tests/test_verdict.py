@@ -329,3 +329,14 @@ def test_recompute_and_pieces_are_inspected_as_they_run() -> None:
     for changes in ({"mode": Execution.recompute}, {"prefill_piece": 8}):
         recipe = engine().recipe.with_execution(**changes)
         assert not findings(replay(None, recipe, over=LONG), recipe)
+
+
+def test_where_every_operation_was_replayed_an_alarm_of_the_outputs_alone_is_told_and_is_no_defect():
+    """An envelope's alarm makes a defect of low confidence where nothing looked inside, and a remark where all did."""
+    alarm = Finding(instrument="envelope", reason="layer 3 output: error e^+0.40 of the envelope", layer=3)
+    config = shipped().checkpoint.config
+    blind = conclude([alarm], [], invalid=None, bar_met=False, config=config)
+    seen = conclude([alarm], [], invalid=None, bar_met=False, config=config, inspected=True)
+    assert (blind.run_class, blind.confidence) == (RunClass.defect, "low")
+    assert seen.run_class is RunClass.rounding
+    assert "layer 3 output" in seen.reason
