@@ -126,7 +126,10 @@ PLANTED = {
 
 @pytest.mark.usefixtures("kernel")
 def test_power_reads_the_columns_that_the_experiment_writes(tmp_path: Path) -> None:
-    """A benign run passed, a defect caught in place and one missed: counts, both figures, and the miss by its name."""
+    """A benign run passed, a defect caught in place and one missed: counts, both figures, and the miss by its name.
+
+    That the lines are of another setting is said.
+    """
     placed = {"ladder_replay_site": "mla_scores", "ladder_replay_layer": "3"}
     lines = [
         cell("benign", flagged=False),
@@ -143,3 +146,4 @@ def test_power_reads_the_columns_that_the_experiment_writes(tmp_path: Path) -> N
     assert "3 runs: 1 benign, 2 defects exercised, 0 defects not exercised" in said(found)
     assert "false alarm: 0; missed: 1; found elsewhere: 0; not exercised: 0" in said(found)
     assert "overlooked" in said(found)
+    assert "made with other rules" in said(found)
