@@ -37,9 +37,9 @@ FORCED, FREE = "forced", "free"
 class Settings(Config):
     """a, b: the two variants; a is `variant` unless named, and `against` another word for b.
 
-    token: [prompt, position], None for the first that differs. alone: try every place by itself too. capture: a folder
-    for the culprit's operation. shares: of a difference of scores, by axis; score: forced or free; orders: how many
-    are drawn; batch: rows that run together in every run, 0 for what each variant says.
+    token: [prompt, position], None for the first that differs. alone: try every place by itself too, be they many.
+    capture: a folder for the culprit's operation. shares: of a difference of scores, by axis. score: forced or free.
+    orders: how many are drawn. batch: rows that run together in every run, 0 for what each variant says.
     """
 
     a: str | None = None
@@ -86,7 +86,7 @@ def run(config: Settings, flags: Flags) -> int:
     if other is None:
         raise UsageError("bisect needs a second variant: b=NAME, as in b=device_kda (`neartie variants` lists them)")
     if config.a is not None:
-        config = replace(config, variant=named_variant(config.a), label=config.a)
+        config = replace(config, a=None, variant=named_variant(config.a), label=config.a)
     with Ledger(Path(config.results) / "ledger").begin(announced(config, "bisect")) as row:
         document, reason, place = (_shares if config.shares else _token)(config, other, row)
         document = {"a": config.label, "b": other, **document}

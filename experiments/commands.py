@@ -98,7 +98,7 @@ COMMANDS: tuple[Command, ...] = (
             "smallest set of (site, layer) that turns A's token into B's when it computes as\n"
             "in B, forced along the golden. variant=A against=B is the same.\n"
             "token=[P,T]  prompt P, position T; left out: the first that differs\n"
-            "alone=true  also try every place by itself\n"
+            "alone=true  also try every place by itself; up to 64 are tried in any case\n"
             "capture=DIR  keep the first place's operation for `neartie replay`\n"
             "shares=true  what each axis adds to B's score over A's: orders=24 sampled\n"
             "             score=forced|free, batch=N rows together in every run"

@@ -25,6 +25,8 @@ from variants.recipe import Place, Recipe, Rule
 from variants.rounding import Probe, RoundAt, Step
 from variants.weights import Casts, Weights
 
+FEW = 64  # places that are each tried alone without being asked for
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
@@ -112,7 +114,7 @@ class Flip:
     of A with the minimal set exchanged. candidates: places that differ and that a value passes. minimal: the set, empty
     where both choose the same token, None where not even all places together give B's token. one_minimal: checked by
     running the set and every set with one place fewer. complete: whether all candidates together give B's own logits
-    bit for bit. alone: the places each of which flips the token by itself, None where not asked. sets, forwards: spent.
+    bit for bit. alone: the places each of which flips the token by itself, None where not tried. sets, forwards: spent.
     """
 
     token_a: int
@@ -167,24 +169,29 @@ class Exchange:
 
 
 class Passed:
-    """Notes the places that a value passes; changes no bit."""
+    """Notes the places that a value passes, in all steps and in the last one; changes no bit."""
 
     def __init__(self) -> None:
         self.places: set[Place] = set()
+        self.last: set[Place] = set()
 
     def begin(self, step: Step) -> None:
-        return None
+        self.last = set()
 
     def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
         def note(x: Tensor) -> Tensor:
             self.places.add((site, layer))
+            self.last.add((site, layer))
             return x if rounding is None else rounding(x)
 
         return note
 
 
 def minimal_flip(runner: Runner, a: Recipe, b: Recipe, spot: Spot, *, alone: bool = False) -> Flip:
-    """The smallest exchange found that turns A's token at a spot into B's; `alone` also tries every place by itself."""
+    """The smallest exchange found that turns A's token at a spot into B's.
+
+    alone: try every place by itself too, which delta debugging may pass by; up to FEW places are always tried.
+    """
     exchange = Exchange(runner, a, b, spot)
     whole = exchange.swapped(exchange.candidates)
     minimal, singles = _search(exchange, alone=alone)
@@ -213,7 +220,7 @@ def _search(exchange: Exchange, *, alone: bool) -> tuple[tuple[Place, ...] | Non
     groups = by_site(exchange.candidates)
     sites = ddmin(list(groups), lambda chosen: exchange.flips(_places(groups, chosen)))
     minimal = ddmin([p for site in sites for p in groups[site]], exchange.flips)
-    if not alone:
+    if not alone and len(exchange.candidates) > FEW:
         return minimal, None
     singles = []
     with progress("each place alone", len(exchange.candidates)) as done:

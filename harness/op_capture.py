@@ -200,10 +200,24 @@ def _mapped(x: object, f: Callable[[Tensor], Tensor]) -> object:
 def _part(inputs: Inputs, kept: Sequence[Key]) -> Inputs:
     wanted = set(kept)
     parts = {
-        kind: {n: _mapped(x, torch.clone) for n, x in getattr(inputs, kind).items() if (kind, n) in wanted}
+        kind: {n: _mapped(x, same_layout) for n, x in getattr(inputs, kind).items() if (kind, n) in wanted}
         for kind in ("values", "carried", "parameters")
     }
     return replace(inputs, **parts)
+
+
+def same_layout(x: Tensor) -> Tensor:
+    """A copy with the strides of `x` and its alignment, by which a library may choose its order of sums."""
+    return laid_out(x, x.stride(), int(x.storage_offset()))
+
+
+def laid_out(x: Tensor, stride: Sequence[int], offset: int) -> Tensor:
+    """A copy of `x` at these strides and, modulo 64 elements, this offset into memory of its own."""
+    if not x.numel() or any(s == 0 and n > 1 for s, n in zip(stride, x.shape, strict=True)):
+        return x.clone(memory_format=torch.contiguous_format)
+    offset %= 64
+    last = sum(s * (n - 1) for s, n in zip(stride, x.shape, strict=True))
+    return x.new_empty(offset + last + 1).as_strided(x.shape, tuple(stride), offset).copy_(x)
 
 
 def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from harness.op_capture import OpCapture
+from harness.op_capture import OpCapture, laid_out
 from harness.op_stage import Inputs, Where
 from variants.axes import Execution, ExecutionAxes
 from variants.dtypes import DType
@@ -36,7 +36,7 @@ def write_capture(capture: OpCapture, path: str | Path) -> Path:
     """
     path = Path(path) if str(path).endswith(SUFFIX) else Path(f"{path}{SUFFIX}")
     tensors = {name: x.detach().cpu().contiguous().clone() for name, x in _tensors(capture)}
-    document = _document(capture)
+    document = json.loads(json.dumps(_document(capture)))
     document["content_sha256"] = _digest(document, tensors)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +70,7 @@ def _capture(path: str | Path, document: dict, tensors: Mapping[str, Tensor]) ->
     said = document.pop("content_sha256")
     if said != _digest(document, tensors):
         raise InputError(f"{path}: the content is not what its hash says: it was cut or edited; capture again")
+    tensors = {name: laid_out(x, *document["layout"][name]) for name, x in tensors.items()}
     recipe = _recipe(document["recipe"])
     if recipe.hash != document["recipe_hash"]:
         raise InputError(f"{path}: its recipe reads back as another one; it was written by another version of neartie")
@@ -117,6 +118,7 @@ def _document(capture: OpCapture) -> dict[str, object]:
         "recipe": capture.recipe.as_dict(),
         "recipe_hash": capture.recipe.hash,
         "rule": capture.recipe.rule(*capture.where.place, capture.where.phase).as_dict(),
+        "layout": {name: (x.stride(), x.storage_offset()) for name, x in _tensors(capture)},
         "model_sha256": capture.model_sha256,
         "made_with": {"torch": torch.__version__, "threads": torch.get_num_threads()},
     }
