@@ -211,9 +211,9 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="power",
-        summary="planted defects and benign variants under every rule: who catches what",
+        summary="planted defects and correct variants: which rule catches what",
         module="experiments.power",
-        usage="neartie power [seeds=8] [workers=2] [out=DIR] [--quick]",
+        usage="neartie power [seeds=7] [workers=2] [out=DIR] [--quick]",
         text=(
             "Detection, false alarms and localisation of our instruments and of the rules\n"
             "in use elsewhere, on the same runs. Half an hour on two cores; cells that are\n"
