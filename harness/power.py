@@ -5,7 +5,7 @@ path), each under local replay; the raised runs also are the ladder's rungs. Wha
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,22 +20,22 @@ from harness.expected import ExpectedScore, expected_score
 from harness.forced_values import Values, layer_places
 from harness.golden import load_golden
 from harness.inspect import RUNGS, make_oracle, model_stepper
-from harness.ladder import Ladder, ladder, other_order
-from harness.local_replay import LocalReplay, local_replay, merged
-from harness.lockstep import Stepper, batches
+from harness.ladder import LAYER_OUTPUT, Ladder, ladder, other_order
+from harness.local_replay import LocalReplay, local_replay
+from harness.lockstep import Stepper, batches, walk_steppers
 from harness.oracle import oracle_recipe
 from harness.power_cells import GATE, Cell, Slice, variant_of
 from harness.power_rules import P_VALUE, Judgement, Observed
-from harness.power_watch import Seen, climbed, replayed
+from harness.power_watch import Again, Seen, Shown, climbed, replayed
 from harness.probes import Tap, chain
 from harness.rounding_noise import twin
 from harness.significance import Interval, Spread, holm
 from variants import decode
 from variants.axes import Variant
-from variants.decode import Sequences
 from variants.defects import DEFECTS, Planted, build, plant
 from variants.defects import Spread as Where
 from variants.defects_kinds import Severity
+from variants.dtypes import DType
 from variants.model import Model
 from variants.recipe import Recipe, Semantics, resolve
 from variants.rounding import NoProbe, Probe
@@ -65,9 +65,10 @@ def replayed_as(recipe: Recipe) -> dict[str, Recipe]:
 
 @dataclass(frozen=True)
 class _Run:
-    """One precision: its local replay, logits [P, V], last values of each step, and a digest of all that was seen."""
+    """One precision: its local replay, its steps, logits [P, V], values of each step's last tokens, and a digest."""
 
     replay: LocalReplay
+    shown: Sequence[Shown]
     logits: Tensor
     values: list[Values]
     digest: str
@@ -85,6 +86,8 @@ class Bench:
         self.battery = cache(Slice.battery)
         self.clean = cache(self._clean)
         self.expected = cache(self._expected)
+        self.oracle = cache(lambda words: make_oracle(casts, self.recipe(words)))
+        self.reference = cache(self._reference)
         self.exact = cache(lambda semantics: oracle_recipe(self.config, semantics))
         self.oracle_logits = cache(lambda part: self._forced(self.exact(Semantics()), part))
         self.other_logits = cache(lambda words, part: self._forced(other_order(self.recipe(words)), part))
@@ -98,13 +101,13 @@ class Bench:
         """
         began = time.perf_counter()
         make, recipe = self._maker(cell), self.recipe(cell.words)
-        runs = {name: self._run(make, r, cell.battery) for name, r in replayed_as(recipe).items()}
+        runs = self._runs(make, cell.words, cell.battery)
         own = runs["replay"]
         digests = tuple(run.digest for run in runs.values())
         exercised = None if cell.benign else digests != self.clean(cell.words, cell.battery)
         instruments = {
             **{name: replayed(run.replay) for name, run in runs.items()},
-            "ladder": climbed(self._ladder(make, recipe, cell.battery)),
+            "ladder": climbed(self._ladder(cell, runs)),
             "envelope": self._enveloped(cell, own.values),
         }
         expected = self.expected(cell.words) if scored and cell.battery == GATE else None
@@ -136,51 +139,48 @@ class Bench:
             return lambda recipe, probe: self.engine.build(recipe=recipe, probe=probe)
         return lambda recipe, probe: build(self.engine, recipe, planted, probe=probe)
 
-    def _run(self, make: Make, recipe: Recipe, part: Slice) -> _Run:
-        """Local replay of a recipe, its batches one after the other."""
+    def _runs(self, make: Make, words: str, part: Slice) -> dict[str, _Run]:
+        return {name: self._run(make, words, r, part) for name, r in replayed_as(self.recipe(words)).items()}
+
+    def _run(self, make: Make, words: str, recipe: Recipe, part: Slice) -> _Run:
+        """Local replay of a recipe, all rows of the battery together."""
         battery = self.battery(part)
-        runs = [
-            self._batch(make, recipe, prompts, forced)
-            for _, prompts, forced in batches(battery.prompts, battery.continuations, recipe.execution.batch)
-        ]
-        return _Run(
-            merged([r.replay for r in runs]),
-            torch.cat([r.logits for r in runs]),
-            [{place: torch.cat([r.values[t][place] for r in runs]) for place in first} for t, first in
-             enumerate(runs[0].values)],
-            "".join(r.digest for r in runs),
-        )  # fmt: skip
+        seen = Seen(layer_places(self.config), len(battery.prompts))
 
-    def _batch(self, make: Make, recipe: Recipe, prompts: Sequence, forced: Sequence) -> _Run:
-        seen = Seen(layer_places(self.config), len(prompts))
+        def stepper(tap: Tap) -> Seen:
+            return seen.on(model_stepper(make(recipe, chain([tap, seen.last])), battery), tap)
 
-        def stepper(tap: Tap) -> "Seen":
-            model = make(recipe, chain([tap, seen.last]))
-            return seen.on(Sequences(model, prompts, max(map(len, forced))), tap)
-
-        replay = local_replay(stepper, make_oracle(self.casts, recipe), recipe, prompts, forced)
-        return _Run(replay, torch.stack(seen.logits, 1).flatten(0, 1), seen.values, seen.digest.hexdigest())
+        replay = local_replay(stepper, self.oracle(words), recipe, battery.prompts, battery.continuations)
+        return _Run(replay, seen.shown, seen.logits, seen.values, seen.digest.hexdigest())
 
     def _clean(self, words: str, part: Slice) -> tuple[str, ...]:
         """Digests of the unplanted runs of the same words, one for each run that is replayed."""
         plain: Make = lambda r, probe: self.engine.build(recipe=r, probe=probe)  # noqa: E731
-        return tuple(self._run(plain, r, part).digest for r in replayed_as(self.recipe(words)).values())
+        return tuple(run.digest for run in self._runs(plain, words, part).values())
 
-    def _ladder(self, make: Make, recipe: Recipe, part: Slice) -> Ladder:
-        battery = self.battery(part)
-        plain: Make = lambda r, probe: self.engine.build(recipe=r, probe=probe)  # noqa: E731
+    def _ladder(self, cell: Cell, runs: Mapping[str, _Run]) -> Ladder:
+        """The ladder over what the raised runs showed, beside the oracle and the same formats in another order."""
+        battery = self.battery(cell.battery)
 
-        def run(by: Make, r: Recipe) -> Callable[[Tap], Stepper]:
-            return lambda tap: model_stepper(by(r, tap), battery)
+        def again(shown: Sequence[Shown]) -> Callable[[Tap], Stepper]:
+            return lambda tap: Again(shown, tap)
 
-        rungs = {p: recipe.at_precision(p) for p in RUNGS}
         return ladder(
-            make_oracle(self.casts, recipe),
-            {p: run(make, r) for p, r in rungs.items()},
-            {p: run(plain, other_order(r)) for p, r in rungs.items()},
+            self.oracle(cell.words),
+            {p: again(runs[f"replay_{p.name}"].shown) for p in RUNGS},
+            {p: again(self.reference(cell.words, cell.battery, p)) for p in RUNGS},
             battery.prompts,
             battery.continuations,
         )
+
+    def _reference(self, words: str, part: Slice, precision: DType) -> Sequence[Shown]:
+        """What a correct run shows at a rung of the ladder: the recipe's formats there, its sums in another order."""
+        battery, tap = self.battery(part), Tap(lambda site, layer: site == LAYER_OUTPUT)
+        model = self.engine.build(recipe=other_order(self.recipe(words).at_precision(precision)), probe=tap)
+        seen = Seen((), len(battery.prompts)).on(model_stepper(model, battery), tap)
+        for _ in walk_steppers([seen], battery.continuations):
+            pass
+        return seen.shown
 
     def _forced(self, recipe: Recipe, part: Slice) -> Tensor:
         """Teacher-forced logits [P, V] of a correct recipe, float64, positions in the order of (prompt, t)."""

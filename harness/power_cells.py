@@ -41,7 +41,7 @@ CARRIER = (
     f"{FORMATS['bf16']} execution.mode=incremental execution.batch=4 kda.prefill=chunk kda.decode=recurrent "
     "kda.chunk_size=4 mla.prefill=dense_f32 mla.decode=absorbed"
 )
-ROWS, TOKENS = 4, 5
+ROWS, TOKENS = 4, 4  # three steps on carried state: the last is the one that a single-position fault hits
 LONGEST_PROMPT = 24  # of the prompts that are drawn from wide: the work per cell stays alike
 
 
@@ -103,10 +103,13 @@ def _joined(*groups: str) -> str:
 
 
 def slices(seeds: Iterable[int]) -> list[tuple[int, Slice]]:
-    """The two halves of gate (seed 0), and for each seed four prompts drawn from wide."""
+    """The halves of gate (seed 0), and for each seed prompts drawn from wide, 4, 3, 2 or 1 that run together."""
     lengths = [len(p) for p in load_golden("wide").prompts]
     short = [n for n, length in enumerate(lengths) if length <= LONGEST_PROMPT]
-    drawn = [(seed, Slice("wide", tuple(sorted(random.Random(seed).sample(short, ROWS))))) for seed in seeds]
+    drawn = [
+        (seed, Slice("wide", tuple(sorted(random.Random(seed).sample(short, ROWS - (seed - 1) % ROWS)))))
+        for seed in seeds
+    ]
     return [(0, GATE), (0, Slice("gate", tuple(range(ROWS, 2 * ROWS)))), *drawn]
 
 

@@ -1,24 +1,28 @@
 """The file of finished cells: one line a cell, appended as it ends, so that a stopped experiment goes on where it was.
 
-A file is of one checkpoint, one pair of goldens and one setting of the experiment; another's is refused, not mixed.
+A file is of one checkpoint, one pair of goldens and one state of the instruments; another's is refused, not mixed.
 """
 
 import csv
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
-from harness import power_cells, power_rules
+from harness.calibration import shipped_calibration
 from harness.golden import load_golden
-from harness.ladder import EXCESS
-from harness.op_error import LIMIT
 from harness.power_cells import Cell
 from harness.power_rules import RULES, Judgement
 from variants.errors import DeviceError, UsageError
 
 PLACED = ("ladder_replay", "replay_f64", "replay_f32", "replay", "ladder", "envelope")
+INSTRUMENTS = (
+    "calibration", "envelope", "expected", "forced_errors", "forced_values", "inspect", "ladder", "local_replay",
+    "lockstep", "op_error", "oracle", "power", "power_cells", "power_rules", "power_watch", "probes", "rounding_noise",
+    "significance",
+)  # fmt: skip
 CELL = ("key", "setting", "subject", "defect", "family", "severity", "spread", "battery", "seed")
 TRUTH = ("want_sites", "want_layer", "exercised", "seconds")
 JUDGED = tuple(f"{rule}_{part}" for rule in RULES for part in ("score", "flag"))
@@ -28,17 +32,26 @@ COLUMNS = (*CELL, *TRUTH, *JUDGED, *FOUND)
 Row = dict[str, str]
 
 
+@cache
 def setting(model_sha256: str) -> str:
-    """Names all that every cell of a file must share: weights, goldens, composition and thresholds."""
+    """Names all that every cell of a file must share: weights, goldens, calibration, and the code that ran and judged.
+
+    The code is that of the forward (kernels left out, none runs here) and of the instruments: a cell of one that has
+    changed since says nothing of the one that is there.
+    """
     shared = {
         "model": model_sha256,
         "goldens": {name: load_golden(name).hash for name in ("gate", "wide")},
-        "carrier": power_cells.CARRIER,
-        "tokens": power_cells.TOKENS,
-        "limits": [LIMIT, EXCESS, power_rules.P_VALUE],
-        "columns": COLUMNS,
+        "calibration": shipped_calibration(model_sha256).hash,
+        "code": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(_sources())},
     }
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _sources() -> Iterator[Path]:
+    root = Path(__file__).resolve().parents[1]
+    yield from (p for p in (root / "variants").rglob("*.py") if not p.stem.endswith("_triton"))
+    yield from (root / "harness" / f"{name}.py" for name in INSTRUMENTS)
 
 
 def row_of(cell: Cell, judged: dict[str, Judgement], **truth: object) -> Row:
@@ -74,7 +87,7 @@ def read_rows(path: Path, expected_setting: str) -> list[Row]:
     other = {row["setting"] for row in rows} - {expected_setting}
     if other:
         raise UsageError(
-            f"{path} is of setting {other.pop()}, this is {expected_setting}; name another folder with out="
+            f"{path} is of setting {other.pop()}, this is {expected_setting}: other code or inputs; name another out="
         )
     return rows
 

@@ -2,30 +2,41 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from harness.forced_values import LastTokens, Values
-from harness.ladder import Ladder
+from harness.ladder import LAYER_OUTPUT, Ladder
 from harness.local_replay import LocalReplay
+from harness.lockstep import Stepper
 from harness.op_error import LIMIT
 from harness.power_rules import Judgement
-from harness.probes import Tap
-from variants.decode import Sequences
+from harness.probes import Place, Tap
+from variants.rounding import Step
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One step of a run: its logits, the last pass of it and that pass's layer outputs."""
+
+    logits: Tensor
+    step: Step | None
+    layers: dict[Place, Tensor]
 
 
 class Seen:
-    """A run that is stepped, and what it showed: logits, each step's last values, a digest of every tapped bit."""
+    """A run that is stepped, and what it showed: each step, its last tokens' values, a digest of every tapped bit."""
 
-    def __init__(self, places: Sequence[tuple[str, int]], rows: int) -> None:
+    def __init__(self, places: Sequence[Place], rows: int) -> None:
         self.last, self.rows = LastTokens(places), rows
-        self.logits: list[Tensor] = []
+        self.shown: list[Shown] = []
         self.values: list[Values] = []
         self.digest = hashlib.blake2b(digest_size=16)
 
-    def on(self, run: Sequences, tap: Tap) -> "Seen":
+    def on(self, run: Stepper, tap: Tap) -> "Seen":
         self.run, self.tap = run, tap
         return self
 
@@ -36,12 +47,36 @@ class Seen:
         return self._take(self.run.after(tokens))
 
     def _take(self, logits: Tensor) -> Tensor:
-        self.logits.append(logits.double())
+        layers = {place: value for place, value in self.tap.values.items() if place[0] == LAYER_OUTPUT}
+        self.shown.append(Shown(logits, self.tap.step, layers))
         self.values.append(self.last.values(self.rows))
         for (site, layer), value in self.tap.values.items():
             self.digest.update(f"{site}@{layer}".encode())
             self.digest.update(value.contiguous().view(torch.uint8).numpy().data)
         return logits
+
+    @property
+    def logits(self) -> Tensor:
+        """Float64 [P, V], positions in the order of (prompt, t)."""
+        return torch.stack([s.logits.double() for s in self.shown], 1).flatten(0, 1)
+
+
+class Again:
+    """A run that was seen, stepped once more without running: what it showed goes into a tap as it did then."""
+
+    def __init__(self, shown: Sequence[Shown], tap: Tap) -> None:
+        self.left, self.tap = iter(shown), tap
+
+    def start(self) -> Tensor:
+        return self._next()
+
+    def after(self, tokens: Tensor) -> Tensor:
+        return self._next()
+
+    def _next(self) -> Tensor:
+        now = next(self.left)
+        self.tap.step, self.tap.calls = now.step, {place: [value] for place, value in now.layers.items()}
+        return now.logits
 
 
 def replayed(replay: LocalReplay) -> Judgement:

@@ -42,7 +42,7 @@ def test_benign_variants_are_thirty_recipes_that_resolve() -> None:
 
 def test_there_are_three_hundred_benign_runs() -> None:
     """Variants x batteries give at least 300 benign cells, and every cell has a key of its own."""
-    cells = command.full_cells(seeds=8)
+    cells = command.full_cells(command.Settings.seeds)
     assert sum(c.benign for c in cells) >= 300
     assert len({c.key for c in cells}) == len(cells)
     assert {c.defect for c in cells if not c.benign} == set(DEFECTS)
