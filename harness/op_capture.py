@@ -39,10 +39,12 @@ def capture_op(build: Callable[[Probe], Model], spot: Spot, place: Place) -> OpC
     """Run to a spot and keep the operation at a (site, layer) as it ran in the last step.
 
     build(probe): the model; it may hold a fault, which then shows in the output alone, since parameters are taken from
-    the checkpoint. Raises UsageError for a place that the model or this run does not have.
+    the checkpoint. Raises UsageError for a place that the model or this run does not have, and off the host.
     """
     record = _Record(place)
     model = build(record)
+    if str(model.device) != "cpu":
+        raise UsageError(f"capture: the run is on {model.device}; an operation is replayed on the host, use device=cpu")
     _check(place, model.config)
     rows = rows_to(model, spot)
     record.state = rows.state

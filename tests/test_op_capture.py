@@ -286,6 +286,18 @@ def test_a_place_that_is_not_there_is_refused(made: Casts, place: Place, said: s
         captured(made, F32, DECODE, place)
 
 
+def test_only_runs_on_the_host_are_captured(made: Casts) -> None:
+    """On another device the replay could not give its bits: refused before anything runs."""
+
+    def elsewhere(probe: Probe) -> Model:
+        model = maker(made, resolve(F32, tiny.ODD))(probe)
+        model.device = "cuda:0"
+        return model
+
+    with pytest.raises(UsageError, match="device=cpu"):
+        capture_op(elsewhere, DECODE, ("o_norm", 0))
+
+
 def test_commands_capture_and_replay(tmp_path: Path, capsys: Captured, made: Casts) -> None:
     """`bisect capture=` leaves the culprit of both variants, `replay` runs each from its file; --fail tells a fault."""
     ops = tmp_path / "ops"
