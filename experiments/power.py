@@ -16,7 +16,7 @@ from harness import strict_json
 from harness.config import Config, DeviceChoice, DeviceKind, EngineKind
 from harness.engines.assets import checkpoint_folder
 from harness.ledger import Ledger
-from harness.power import Bench
+from harness.power import Bench, Outcome
 from harness.power_cells import Cell, benign_cells, defect_cells, quick_cells
 from harness.power_plot import plot_power
 from harness.power_report import (
@@ -33,7 +33,7 @@ from harness.power_rules import RULES, judge_all
 from harness.progress import progress
 from harness.provenance import environment
 from harness.text_table import text_table
-from variants.defects import DEFECTS, Spread
+from variants.defects import DEFECTS, Planted, Spread
 from variants.defects_kinds import Severity
 from variants.errors import UsageError
 
@@ -164,10 +164,16 @@ def _row(bench: Bench, cell: Cell, scored: bool) -> Row:
         truth |= {
             "family": defect.family.value,
             "want_sites": "/".join(defect.sites),
-            "want_layer": planted.layers[0],
-            "exercised": found.exercised,
+            "want_layer": _layer(planted, found),
+            "exercised": found.acts_at is not None,
         }
     return row_of(cell, judge_all(found.observed), **truth)
+
+
+def _layer(planted: Planted, found: Outcome) -> int:
+    """Where a defect is to be found: its layer, or the first of its layers at which the battery makes it act."""
+    acting = found.acts_at[1] if found.acts_at else planted.layers[0]
+    return acting if acting in planted.layers else planted.layers[0]
 
 
 def text(rows: Sequence[Row], matrix: Sequence[RuleRow], figure: Path) -> str:

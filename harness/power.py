@@ -26,7 +26,7 @@ from harness.lockstep import Stepper, batches, walk_steppers
 from harness.oracle import oracle_recipe
 from harness.power_cells import GATE, Cell, Slice, variant_of
 from harness.power_rules import P_VALUE, Judgement, Observed
-from harness.power_watch import Again, Seen, Shown, climbed, replayed
+from harness.power_watch import Again, Digest, Seen, Shown, climbed, first_difference, replayed
 from harness.probes import Tap, chain
 from harness.rounding_noise import twin
 from harness.significance import Interval, Spread, holm
@@ -37,7 +37,7 @@ from variants.defects import Spread as Where
 from variants.defects_kinds import Severity
 from variants.dtypes import DType
 from variants.model import Model
-from variants.recipe import Recipe, Semantics, resolve
+from variants.recipe import Place, Recipe, Semantics, resolve
 from variants.rounding import NoProbe, Probe
 from variants.weights import Casts
 
@@ -47,11 +47,11 @@ EXPECTED_MEMBERS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one cell left. exercised: whether any value or logit differs from the clean run's in one bit, at either
-    precision; None where there is no clean run beside it."""
+    """What one cell left. acts_at: the first place whose value differs from the clean run's in one bit, at the highest
+    precision that shows one; None for a run that is bit-identical to it, or that has none beside it."""
 
     observed: Observed
-    exercised: bool | None
+    acts_at: Place | None
     seconds: float
 
 
@@ -65,13 +65,13 @@ def replayed_as(recipe: Recipe) -> dict[str, Recipe]:
 
 @dataclass(frozen=True)
 class _Run:
-    """One precision: its local replay, its steps, logits [P, V], values of each step's last tokens, and a digest."""
+    """One precision: its local replay, its steps, logits [P, V], values of each step's last tokens, and digests."""
 
     replay: LocalReplay
     shown: Sequence[Shown]
     logits: Tensor
     values: list[Values]
-    digest: str
+    digests: Sequence[Digest]
 
 
 class Bench:
@@ -103,8 +103,6 @@ class Bench:
         make, recipe = self._maker(cell), self.recipe(cell.words)
         runs = self._runs(make, cell.words, cell.battery)
         own = runs["replay"]
-        digests = tuple(run.digest for run in runs.values())
-        exercised = None if cell.benign else digests != self.clean(cell.words, cell.battery)
         instruments = {
             **{name: replayed(run.replay) for name, run in runs.items()},
             "ladder": climbed(self._ladder(cell, runs)),
@@ -121,7 +119,7 @@ class Bench:
             expected=_interval(expected, matched),
             expected_p=float("nan") if expected is None or matched is None else expected.p_value(matched),
         )
-        return Outcome(observed=observed, exercised=exercised, seconds=time.perf_counter() - began)
+        return Outcome(observed=observed, acts_at=self._acts_at(cell, runs), seconds=time.perf_counter() - began)
 
     def _expected(self, words: str) -> ExpectedScore:
         """What a correct run of these words scores on gate."""
@@ -151,12 +149,19 @@ class Bench:
             return seen.on(model_stepper(make(recipe, chain([tap, seen.last])), battery), tap)
 
         replay = local_replay(stepper, self.oracle(words), recipe, battery.prompts, battery.continuations)
-        return _Run(replay, seen.shown, seen.logits, seen.values, seen.digest.hexdigest())
+        return _Run(replay, seen.shown, seen.logits, seen.values, seen.digests)
 
-    def _clean(self, words: str, part: Slice) -> tuple[str, ...]:
-        """Digests of the unplanted runs of the same words, one for each run that is replayed."""
+    def _clean(self, words: str, part: Slice) -> dict[str, Sequence[Digest]]:
+        """Digests of the unplanted runs of the same words."""
         plain: Make = lambda r, probe: self.engine.build(recipe=r, probe=probe)  # noqa: E731
-        return tuple(run.digest for run in self._runs(plain, words, part).values())
+        return {name: run.digests for name, run in self._runs(plain, words, part).items()}
+
+    def _acts_at(self, cell: Cell, runs: Mapping[str, _Run]) -> Place | None:
+        if cell.benign:
+            return None
+        clean = self.clean(cell.words, cell.battery)
+        found = [first_difference(runs[name].digests, clean[name]) for name in reversed([*runs])]
+        return next((place for place in found if place is not None), None)
 
     def _ladder(self, cell: Cell, runs: Mapping[str, _Run]) -> Ladder:
         """The ladder over what the raised runs showed, beside the oracle and the same formats in another order."""

@@ -16,6 +16,9 @@ from harness.op_error import LIMIT
 from harness.power_rules import Judgement
 from harness.probes import Place, Tap
 from variants.rounding import Step
+from variants.sites import CHUNK_SITES, INSIDE_ATTENTION
+
+Digest = tuple[Place, bytes]
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,13 @@ class Shown:
 
 
 class Seen:
-    """A run that is stepped, and what it showed: each step, its last tokens' values, a digest of every tapped bit."""
+    """A run that is stepped, and what it showed: each step, its last tokens' values, a digest of every tapped value."""
 
     def __init__(self, places: Sequence[Place], rows: int) -> None:
         self.last, self.rows = LastTokens(places), rows
         self.shown: list[Shown] = []
         self.values: list[Values] = []
-        self.digest = hashlib.blake2b(digest_size=16)
+        self.digests: list[Digest] = []
 
     def on(self, run: Stepper, tap: Tap) -> "Seen":
         self.run, self.tap = run, tap
@@ -50,15 +53,26 @@ class Seen:
         layers = {place: value for place, value in self.tap.values.items() if place[0] == LAYER_OUTPUT}
         self.shown.append(Shown(logits, self.tap.step, layers))
         self.values.append(self.last.values(self.rows))
-        for (site, layer), value in self.tap.values.items():
-            self.digest.update(f"{site}@{layer}".encode())
-            self.digest.update(value.contiguous().view(torch.uint8).numpy().data)
+        self.digests += [(place, _bits(value)) for place, value in self.tap.values.items()]
         return logits
 
     @property
     def logits(self) -> Tensor:
         """Float64 [P, V], positions in the order of (prompt, t)."""
         return torch.stack([s.logits.double() for s in self.shown], 1).flatten(0, 1)
+
+
+def _bits(value: Tensor) -> bytes:
+    return hashlib.blake2b(value.contiguous().view(torch.uint8).numpy().data, digest_size=16).digest()
+
+
+def first_difference(run: Sequence[Digest], clean: Sequence[Digest]) -> Place | None:
+    """The first place, in the order in which values came, that two runs of the same code do not share bit for bit.
+
+    What a kernel holds inside is left out, since its output stands for it.
+    """
+    pairs = ((a, b) for a, b in zip(run, clean, strict=True) if a[0][0] not in (*CHUNK_SITES, *INSIDE_ATTENTION))
+    return next((place for (place, bits), (_, right) in pairs if bits != right), None)
 
 
 class Again:

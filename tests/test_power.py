@@ -20,6 +20,7 @@ from harness.power_cells import CARRIER, GATE, Cell, benign_words, defect_cells,
 from harness.power_report import area, benign, confusion, exercised, share, unexercised
 from harness.power_rows import COLUMNS, append_rows, read_rows, row_of
 from harness.power_rules import RULES, Judgement, Observed, judge_all
+from harness.power_watch import first_difference
 from harness.significance import Interval
 from variants.defects import DEFECTS
 from variants.errors import UsageError
@@ -130,6 +131,14 @@ def test_combined_rule_names_the_first_instrument_that_alarms() -> None:
     assert (found.flagged, found.site, found.layer, found.score) == (True, "mla_core", 3, 7.0)
 
 
+def test_first_difference_is_in_order_and_outside_kernels() -> None:
+    """The first value that differs counts; what a chunk holds inside does not, and equal runs have none."""
+    clean = [(("kda_aqk", 1), b"a"), (("kda_core", 1), b"b"), (("o_norm", 1), b"c")]
+    run = [(("kda_aqk", 1), b"x"), (("kda_core", 1), b"y"), (("o_norm", 1), b"z")]
+    assert first_difference(run, clean) == ("kda_core", 1)
+    assert first_difference(clean, clean) is None
+
+
 def made(score: float, flag: bool, *, defect: str = "", used: bool = True) -> dict[str, str]:
     cell = Cell(subject=defect or "b", words="", battery=GATE, seed=0, defect=defect, severity="light", spread="one")
     judged = dict.fromkeys(RULES, Judgement(score, flag, "mla_core", 7))
@@ -190,7 +199,7 @@ def test_a_light_fault_is_found_where_it_sits_and_its_carrier_is_not() -> None:
     good, bad = (bench().observe(cell, scored=False) for cell in (clean, faulty))
     judged = judge_all(bad.observed)["ladder_replay"]
     assert not judge_all(good.observed)["ladder_replay"].flagged
-    assert (judged.flagged, judged.site, judged.layer, bad.exercised) == (True, "mla_core", 7, True)
+    assert (judged.flagged, judged.site, judged.layer, bad.acts_at) == (True, "mla_core", 7, ("mla_core", 7))
 
 
 def settings(**more: Any) -> command.Settings:
