@@ -83,10 +83,10 @@ COMMANDS: tuple[Command, ...] = (
             "members=8  noisy members, of the envelope and of the expected score\n"
             "reference=bf16_engine  the variant that stands for the golden's engine\n"
             "declared=V  the variant that engine=transformers is taken to compute as\n"
-            "A defect is a result and exits 0, unless --require is given."
+            "A defect is a result and exits 0, unless --fail is given."
         ),
         example="neartie verdict engine=transformers engine.dtype=bf16",
-        flags=(Flag(name="require", help="exit 1 where the verdict is DEFECT or INVALID"),),
+        flags=(Flag(name="fail", help="exit 1 where the verdict is DEFECT or INVALID"),),
     ),
     Command(
         name="bisect",

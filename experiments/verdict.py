@@ -55,7 +55,7 @@ class Settings(Config):
 
 
 def run(config: Settings, flags: Flags) -> int:
-    """Judge one run and put it on record; exit code 1 with --require where it is a defect."""
+    """Judge one run and put it on record; exit code 1 with --fail where it is a defect or invalid."""
     with Ledger(Path(config.results) / "ledger").begin(announced(config, "verdict")) as row:
         check_device(config.device)
         with policy(config.device, tf32=config.variant.tf32), ExitStack() as stack:
@@ -66,7 +66,7 @@ def run(config: Settings, flags: Flags) -> int:
     else:
         print(text(config, verdict, gate))
     bad = verdict.run_class in (RunClass.defect, RunClass.invalid)
-    return DEFECT if bad and "require" in flags.values else 0
+    return DEFECT if bad and "fail" in flags.values else 0
 
 
 def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, GateResult]:
