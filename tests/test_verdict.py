@@ -286,7 +286,7 @@ class Faulty(LocalEngine):
 
 
 def judged(p: Planted) -> Verdict:
-    golden, run = part_of(load_golden("gate"), prompts=2, tokens=3), Faulty(p)
+    golden, run = part_of(load_golden("gate"), prompts=1, tokens=2), Faulty(p)
     reference = engine("bf16_engine").recipe
     question = Question(golden=golden, engine=run, casts=shipped(), declared=run.recipe, reference=reference, members=3)
     return judge_run(question, run_gate(golden, run))[0]
@@ -326,9 +326,9 @@ def test_declared_is_of_a_library_alone() -> None:
 
 def test_recompute_and_pieces_are_inspected_as_they_run() -> None:
     """A recompute run's whole prefix at every step, and a prompt's pieces one by one: nothing correct is in excess."""
-    for changes in ({"mode": Execution.recompute}, {"prefill_piece": 8}):
+    for changes in ({"mode": Execution.recompute}, {"prefill_piece": 3}):
         recipe = engine().recipe.with_execution(**changes)
-        assert not findings(replay(None, recipe, over=LONG), recipe)
+        assert not findings(replay(None, recipe, over=SHORT), recipe)
 
 
 def test_where_every_operation_was_replayed_an_alarm_of_the_outputs_alone_is_told_and_is_no_defect():
