@@ -3,7 +3,8 @@
 Members add noise where a recipe rounds; a real implementation rounds. What is left between the two (roundings that are
 not uniform, sums in another order) is read off variants that were composed for this alone. For each variant and place
 its shift is kept: its mean ln(error) minus the members'. Of the spread of these shifts, what the members' own noise
-explains is taken off; the rest is the variance that a judgement adds to the members'.
+explains is taken off; the rest is the variance that a judgement adds to the members'. Four digits are kept, so that
+the order of float64 sums does not change the hash.
 """
 
 import hashlib
@@ -138,8 +139,8 @@ def _benign(label: str, recipe: Recipe, found: Envelope) -> Benign:
         variant=label,
         family=family(recipe),
         recipe_hash=recipe.hash,
-        shift=tuple(float(x) for x in shift),
-        noise=tuple(float(x) for x in noise),
+        shift=tuple(round(float(x), 4) for x in shift),
+        noise=tuple(float(f"{x:.4g}") for x in noise),
     )
 
 
