@@ -97,7 +97,7 @@ def run(config: Settings, flags: Flags) -> int:
 
 def full_cells(seeds: int) -> list[Cell]:
     """Every benign variant on every battery, every defect at every severity and spread."""
-    names, spreads = [s.name for s in Severity], [s.name for s in Spread]
+    names, spreads = [s.name for s in reversed(Severity)], [s.name for s in Spread]
     return [*benign_cells(range(1, seeds + 1)), *defect_cells(DEFECTS, names, spreads)]
 
 

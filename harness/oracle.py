@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from harness.engines.logits import log_softmax, ranked
 from harness.golden_data import ENDED, Golden
 from harness.oracle_cache import read_arrays, write_arrays
 from harness.streamed import streamed_logits
-from variants.axes import KdaAxes, KdaCore, MlaAxes, MlaCore
+from variants.axes import KdaAxes, KdaCore, MlaAxes, MlaCore, Variant
 from variants.checkpoint import Checkpoint
 from variants.dtypes import DType
 from variants.errors import EngineError, InputError
@@ -109,12 +110,16 @@ class Oracle:
 
 def oracle_recipe(config: ModelConfig, semantics: Semantics | None = None) -> Recipe:
     """The arithmetic of conf/variant/oracle.yaml with both cores on the model's device, on the host the same bits."""
-    variant = replace(
+    return replace(resolve(_variant(), config).at_precision(DType.f64), semantics=semantics or Semantics())
+
+
+@cache
+def _variant() -> Variant:
+    return replace(
         named_variant("oracle"),
         kda=KdaAxes(prefill=KdaCore.recurrent, decode=KdaCore.recurrent),
         mla=MlaAxes(prefill=MlaCore.dense_f32, decode=MlaCore.dense_f32),
     )
-    return replace(resolve(variant, config).at_precision(DType.f64), semantics=semantics or Semantics())
 
 
 def consult(

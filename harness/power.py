@@ -25,7 +25,7 @@ from harness.local_replay import LocalReplay, local_replay
 from harness.lockstep import Stepper, batches, walk_steppers
 from harness.oracle import oracle_recipe
 from harness.power_cells import GATE, Cell, Slice, variant_of
-from harness.power_rules import P_VALUE, Judgement, Observed
+from harness.power_rules import ENVELOPE_P, Judgement, Observed
 from harness.power_watch import Again, Digest, Seen, Shown, climbed, first_difference, replayed
 from harness.probes import Tap, chain
 from harness.rounding_noise import twin
@@ -211,7 +211,7 @@ class Bench:
         places = len(found.places)
         p = holm(found.p_values(errors, Spread(mean=model.mean[:places], variance=model.variance[:places],
                                                df=model.df[:places], count=model.count)))  # fmt: skip
-        over = np.flatnonzero(p < P_VALUE)
+        over = np.flatnonzero(p < ENVELOPE_P)
         score = -np.log10(max(float(p.min()), 1e-300))
         return Judgement(score, bool(over.size), None, found.places[over[0]][1] if over.size else None)
 

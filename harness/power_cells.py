@@ -127,11 +127,11 @@ def benign_cells(seeds: Sequence[int]) -> list[Cell]:
 
 def defect_cells(names: Iterable[str], severities: Iterable[str], spreads: Sequence[str]) -> list[Cell]:
     """Every defect at every severity and spread, in the carrier on the first half of gate."""
-    severities = list(severities)
+    names = list(names)
     return [
         Cell(subject=n, words=CARRIER, battery=GATE, seed=0, defect=n, severity=severity, spread=spread)
-        for n in names
         for severity in severities
+        for n in names
         for spread in spreads
     ]
 

@@ -119,11 +119,12 @@ class State:
 
 
 def put(store: dict[int, Tensor], layer: int, batch: Batch, value: Tensor) -> None:
-    """Replace the carried value of the batch's slots; the whole store is exchanged when the batch is all of it."""
+    """Exchange the carried value of the batch's slots; nothing is written into a tensor that somebody may have kept."""
+    value = value.to(store[layer].dtype)
     if isinstance(batch.index, slice) and value.shape[0] == store[layer].shape[0]:
-        store[layer] = value.to(store[layer].dtype)
+        store[layer] = value
     else:
-        store[layer][batch.index] = value.to(store[layer].dtype)
+        store[layer] = store[layer].index_copy(0, torch.tensor(batch.slots, device=value.device), value)
 
 
 def append(store: Tensor, batch: Batch, value: Tensor) -> None:
