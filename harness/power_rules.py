@@ -22,8 +22,8 @@ COSINE = 0.99
 BHATTACHARYYA = 0.99
 RELATIVE = 1e-3
 OF_128 = 122
-# The envelope's p-values are too small on 4 to 16 positions, where one changed set of experts weighs much: in a first run
-# of 180 correct bf16 runs 12 % were under 0.01 and none under this.
+# The envelope's p-values are too small on 4 to 16 positions, where one changed set of experts weighs much: of 180
+# correct bf16 runs 12 % were under 0.01 and none under this.
 ENVELOPE_P = 1e-5
 INTERVAL_P = 0.05
 
