@@ -93,7 +93,10 @@ def _gate(config: Config, row: Run) -> GateResult:
             contradictions = observe_engine(engine, golden, row)
             _refuse(contradictions)
         said = texts(folder / "tokenizer.json")
-        return run_gate(golden, engine, require=config.require, vocab_size=model.vocab_size, text=said)
+        here = environment(device=config.device.torch_name)
+        return run_gate(
+            golden, engine, require=config.require, vocab_size=model.vocab_size, text=said, environment=here
+        )
 
 
 def observe_engine(engine: LocalEngine, golden: Golden, row: Run) -> tuple[str, ...]:

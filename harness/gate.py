@@ -4,7 +4,7 @@ Nothing here knows what the engine is. What cannot be compared is an error befor
 less than the bar are results, and only a requirement turns them into a failure.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from harness.agreement import Agreement
@@ -14,6 +14,7 @@ from harness.ledger_schema import FIELDS
 from harness.measure import Timing, summarize
 from harness.memory import PeakMemory, peak_memory
 from harness.pregate import pregate
+from harness.rebless import environment_differs
 from harness.score import score
 from variants.errors import UsageError
 
@@ -109,12 +110,14 @@ def run_gate(
     prompts: Prompts | None = None,
     vocab_size: int | None = None,
     text: Callable[[int], str | None] | None = None,
+    environment: Mapping[str, object] | None = None,
 ) -> GateResult:
     """Pre-gate checks, one greedy run, its score, loops, speed and memory, and whether `require` is met.
 
     prompts: the ids that the engine will really run, where it does not take the golden's. vocab_size: of the model,
-    where known. Raises UsageError for a requirement that the golden cannot carry, InputError for what cannot be
-    compared, EngineError where the engine fails.
+    where known. environment: where this runs; held against the golden's stamp where the same engine made it. Raises
+    UsageError for a requirement that the golden cannot carry, InputError for what cannot be compared, EngineError
+    where the engine fails.
     """
     check_requirement(golden, require)
     before = pregate(golden, engine.info, prompts=prompts, vocab_size=vocab_size)
@@ -129,10 +132,17 @@ def run_gate(
         agreement=agreement,
         timing=summarize(generation),
         memory=memory,
-        notes=(*before.notes, *agreement.messages),
+        notes=(*before.notes, *_moved(golden, engine.info, environment), *agreement.messages),
         required=require,
         met=is_met(agreement, require),
     )
+
+
+def _moved(golden: Golden, info: EngineInfo, environment: Mapping[str, object] | None) -> list[str]:
+    """What moved since the same engine made the golden; another engine's golden was never made here."""
+    if environment is None or golden.provenance.get("engine") != info.name:
+        return []
+    return environment_differs(golden, environment)
 
 
 def check_requirement(golden: Golden, require: str | None) -> None:

@@ -9,6 +9,7 @@ from variants.recipe import Rule
 FUNCTIONS = {
     "gemm": "linear.gemm",
     "gemm_rows": "linear.gemm_rows",
+    "gemm_columns": "linear.gemm_columns",
     "taps": "conv.taps",
     "conv1d": "conv.conv1d",
     "l2norm": "kda.l2norm",

@@ -26,7 +26,7 @@ from variants.recipe import Recipe, Rule
 from variants.rounding import RoundAt, Step
 from variants.weights import Casts, Weights
 
-PRODUCTS = ("gemm", "gemm_rows", "bmm", "bmm_rows")
+PRODUCTS = ("gemm", "gemm_rows", "gemm_columns", "bmm", "bmm_rows")
 RELATIVE = 1e-7
 TOP = 20
 

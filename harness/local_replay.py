@@ -123,8 +123,16 @@ class _Comparison:
             self._choices(entry, place[1], mine, theirs.to(mine.device), step)
             return True
         rule = bounding_rule(self.recipe, place, step.phase)
+        entry.least = self._least_size(place)
         enter(entry, mine.double(), theirs.double().to(mine.device), rule=rule, step=step, site=place[0])
         return True
+
+    def _least_size(self, place: Place) -> float:
+        """Mean square that a place errs as if it had: log(1 + e^x) errs by a unit of the 1, however small it is."""
+        if place[0] != "decay_gate":
+            return 0.0
+        a_log = self.weights.get(f"model.layers.{place[1]}.self_attn.A_log", DType.f64)
+        return float((2 * a_log).exp().mean())
 
     def _choices(self, entry: OpError, layer: int, mine: Tensor, theirs: Tensor, step: Step) -> None:
         """Expert sets chosen from the same scores: they may differ only where the gap is within the sum's rounding."""

@@ -30,7 +30,8 @@ class OpError:
     position over LIMIT; seen, rows: the battery's rows that were compared, and those that have one; fits: the narrowest
     formats that hold the variant's values there. over, positions: how many of how many are over LIMIT. changed: tokens
     whose set of experts differs. non_finite: values that are finite on one side alone; where both are not, the fault
-    came from upstream. Tokens that fill up a shorter row count nowhere.
+    came from upstream. Tokens that fill up a shorter row count nowhere. least: the mean square of the values that the
+    operation errs as if it had.
     """
 
     count: int = 0
@@ -48,6 +49,7 @@ class OpError:
     fits: set[str] = field(default_factory=set)
     over: int = 0
     positions: int = 0
+    least: float = 0.0
 
     def include(self, other: "OpError", row: int) -> None:
         """Add another battery's error, all of it as row `row`."""
@@ -126,7 +128,7 @@ def enter(entry: OpError, mine: Tensor, theirs: Tensor, *, rule: Rule, step: Ste
     """Add one step's values, float64 and of one shape, to a place's error."""
     finite, broken = _comparable(mine, theirs, step, site)
     error, value = torch.where(finite, theirs - mine, 0.0), torch.where(finite, mine, 0.0)
-    usual = entry.value2 / entry.count if entry.count else 0.0
+    usual = max(entry.least, entry.value2 / entry.count if entry.count else 0.0)
     square, allow = error.square(), allowed(rule, value, usual=usual).expand_as(error)
     sums = torch.stack([square.sum(), value.square().sum(), allow.sum(), (error * value).sum(), broken.sum().double()])
     error2, value2, allowed2, cross, bad = sums.tolist()

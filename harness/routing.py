@@ -15,6 +15,7 @@ from harness.probes import Tap, chain
 from variants import decode
 from variants.dtypes import DType
 from variants.model import Model
+from variants.ops.moe import top_k_lowest_id
 from variants.recipe import Recipe, Rule
 from variants.rounding import Probe, RoundAt, Step
 
@@ -110,14 +111,15 @@ def _choices(model: Model, tap: Tap) -> dict[Route, Choice]:
         k = ids.shape[-1]
         if k == choice.shape[-1]:
             continue  # every expert is chosen: there is no boundary
-        top = choice.topk(k + 1, -1)
+        ranked = top_k_lowest_id(choice, k + 1)
+        values = choice.gather(-1, ranked)
         for position in range(ids.shape[0]):
-            last, next_ = top.values[position, k - 1], top.values[position, k]
+            last, next_ = values[position, k - 1], values[position, k]
             found[(layer, position)] = Choice(
                 layer=layer,
                 position=position,
-                chosen=tuple(top.indices[position, :k].tolist()),
-                runner_up=int(top.indices[position, k]),
+                chosen=tuple(ranked[position, :k].tolist()),
+                runner_up=int(ranked[position, k]),
                 gap=float(last - next_),
                 scores=choice[position],
             )

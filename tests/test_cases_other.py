@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 from instruments import battery, findings, planted, replay, shipped
 
 from experiments.cli import main
@@ -24,6 +25,7 @@ from harness.sampling import plain_greedy_settings
 from harness.token_text import token_text
 from harness.verdict import RunClass, conclude
 from variants.defects_kinds import Severity
+from variants.errors import EngineError
 
 TOKENIZER = Path(__file__).parents[1] / "assets" / "kimi-linear-12m" / "tokenizer.json"
 
@@ -176,3 +178,12 @@ def test_p40_a_failed_row_with_nan_still_counts_as_failed(tmp_path: Path) -> Non
     assert (row["status"], row["detail"]["gap"], row["detail"]["kl"]) == ("failed", None, None)
     assert row["nulls"] == {"/expected/mean": "nan", "/detail/gap": "nan", "/detail/kl": "inf"}
     assert math.isnan(mean_of([row], "expected.mean") or 0.0)
+
+
+def test_logits_that_are_all_equal_at_the_first_step_stop_the_run() -> None:
+    """P44: an all-zero head gives no choice at all; the run stops and names it, whatever the golden's first id."""
+    casts = tiny.casts()
+    casts.checkpoint.tensors["lm_head.weight"].zero_()
+    engine = LocalEngine(casts, named_variant("f32"), name="f32")
+    with pytest.raises(EngineError, match="all logits equal at step 0"):
+        engine.generate([[1, 2, 3]], 2)

@@ -224,6 +224,7 @@ class Variant:
     gemm: Gemm = Gemm.bf16_f32out
     batch_invariant: bool = False
     fused_projections: bool = False
+    weights_by_column: bool = False
     tf32: bool = False
     norm: NormAxes = field(default_factory=NormAxes)
     kda: KdaAxes = field(default_factory=KdaAxes)

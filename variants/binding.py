@@ -52,7 +52,7 @@ class Binder:
         return self.product(site, self.weights.get(full, rule.accum, operand=rule.input))
 
     def product(self, site: str, weight: Tensor) -> Linear:
-        rule = self.rule(site)
+        rule, weight = self.rule(site), self._laid_out(site, weight)
         multiply, operand, rounding = LINEAR[rule.algorithm], _operand(rule), self.maybe(site, rule.accum)
         if rounding is None:
             return lambda x: multiply(operand(x), weight)
@@ -65,7 +65,7 @@ class Binder:
             return lambda x: tuple(f(x) for f in each)
         rule = self.rule(next(iter(names)))
         full = tuple(f"model.layers.{self.layer}.{name}.weight" for name in names.values())
-        weight = self.weights.cat(full, rule.accum, operand=rule.input)
+        weight = self._laid_out(next(iter(names)), self.weights.cat(full, rule.accum, operand=rule.input))
         sizes = [self.weights.casts.checkpoint.tensors[n].shape[0] for n in full]
         multiply, operand = LINEAR[rule.algorithm], _operand(rule)
         rounding = [self.maybe(site, rule.accum) for site in names]
@@ -75,6 +75,9 @@ class Binder:
             return tuple(p if r is None else r(p) for p, r in zip(parts, rounding, strict=True))
 
         return fused
+
+    def _laid_out(self, site: str, weight: Tensor) -> Tensor:
+        return self.weights.casts.by_columns(weight) if self.rule(site).algorithm == "gemm_columns" else weight
 
     def on(self, layer: int) -> "Binder":
         return replace(self, layer=layer)

@@ -92,6 +92,13 @@ class Formats:
         """What RMSNorm writes: the stream's buffer dtype (an in-place stream keeps its float32 buffers)."""
         return STREAM[self.variant.stream][1]
 
+    @property
+    def product(self) -> str:
+        """How a product with a weight runs: the library's, row by row, or on weights that lie by columns."""
+        if self.variant.batch_invariant:
+            return "gemm_rows"
+        return "gemm_columns" if self.variant.weights_by_column else "gemm"
+
     def lanes(self, algorithm: str) -> str:
         """The elementwise function itself, or the one whose bits do not depend on an element's place."""
         return f"{algorithm}_lanes" if self.variant.batch_invariant else algorithm
@@ -135,8 +142,7 @@ def _stream_rules(f: Formats) -> dict[str, Rule]:
 
 def _linear(f: Formats, output: DType | None = None) -> Rule:
     operand, accum, natural = f.gemm
-    algorithm = "gemm_rows" if f.variant.batch_invariant else "gemm"
-    return Rule(input=operand, accum=accum, output=output or natural, storage=output or natural, algorithm=algorithm)
+    return Rule(input=operand, accum=accum, output=output or natural, storage=output or natural, algorithm=f.product)
 
 
 def _operand(f: Formats) -> Rule:
@@ -253,10 +259,9 @@ def _moe_rules(f: Formats) -> dict[str, Rule]:
     narrow = f.activation if f.activation.precision < DType.f32.precision else None
     values = STREAM[f.variant.stream][0]
     structural = f.variant.stream in (Stream.bf16, Stream.f16)
-    gemm = "gemm_rows" if f.variant.batch_invariant else "gemm"
     return {
         "router_in": _out(operand, operand, algorithm="operand"),
-        "router": Rule(input=operand, accum=accum, output=output, storage=output, algorithm=gemm),
+        "router": Rule(input=operand, accum=accum, output=output, storage=output, algorithm=f.product),
         "router_scores": _out(f.compute, f.compute, algorithm=f.lanes("sigmoid")),
         "router_ids": Rule(accum=f.compute, algorithm="top_k_lowest_id"),
         "router_weights": _out(f.compute, f.compute, algorithm=f"scale_{moe.router_scale.name}"),
@@ -280,9 +285,8 @@ def _head_rules(f: Formats) -> dict[str, Rule]:
         accum = output
     norm = f.variant.norm
     twice = "_twice" if norm.rounding is NormRounding.twice else ""
-    algorithm = "gemm_rows" if f.variant.batch_invariant else "gemm"
     return {
         "final_norm": _out(f.normed, f.compute, algorithm=f"rms_norm_{norm.variance.name}{twice}"),
         "lm_head_in": _operand(f),
-        "lm_head": Rule(input=operand, accum=accum, output=output, storage=output, algorithm=algorithm),
+        "lm_head": Rule(input=operand, accum=accum, output=output, storage=output, algorithm=f.product),
     }

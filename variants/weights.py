@@ -42,6 +42,15 @@ class Casts:
             self._made[key] = make()
         return self._made[key]
 
+    def by_columns(self, weight: Tensor) -> Tensor:
+        """The same [N, K] lying in memory by columns where it has more rows than columns; made once for each weight."""
+        if weight.shape[0] <= weight.shape[1]:
+            return weight
+        key = ("columns", weight.data_ptr(), weight.shape, weight.dtype)
+        if key not in self._made:
+            self._made[key] = weight.t().contiguous().t()
+        return self._made[key]
+
     def drop(self) -> None:
         """Forget every cast, so that the next variant starts from the checkpoint's own memory."""
         self._made.clear()

@@ -19,7 +19,7 @@ from harness.observe import Observed, observe
 from variants import decode
 from variants.axes import Variant
 from variants.checkpoint import load_checkpoint
-from variants.errors import InputError, UsageError
+from variants.errors import EngineError, InputError, UsageError
 from variants.model import Model
 from variants.recipe import Recipe, resolve
 from variants.rounding import Probe
@@ -169,6 +169,8 @@ class _Rows:
         done = torch.zeros(len(prompts), dtype=torch.bool)
 
         def choose(t: int, logits: Tensor) -> Tensor | None:
+            if t == 0:
+                _refuse_flat(logits)
             tokens = decode.greedy(logits)
             ids = torch.where(done, -1, tokens.cpu())
             self.tokens[rows, t] = ids.numpy()
@@ -208,6 +210,13 @@ def _put(table: ScoreTable, start: int, t: int, logits: Tensor, continuations: P
     for row, values in enumerate(_numpy(logits)):
         if t < len(continuations[start + row]):
             table.put(start + row, t, values)
+
+
+def _refuse_flat(logits: Tensor) -> None:
+    """A head that was never loaded gives every token the same logit, and the lowest id would pass for a choice."""
+    flat = (logits == logits[:, :1]).all(-1)
+    if bool(flat.any()):
+        raise EngineError("all logits equal at step 0: expected a choice; check that lm_head.weight was loaded")
 
 
 def _numpy(x: Tensor) -> np.ndarray:

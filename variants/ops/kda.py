@@ -65,7 +65,7 @@ def recurrent_gemv(
         error = (v[:, t] - seen[:, :, 0]) * beta[:, t].unsqueeze(-1)
         out.append(torch.addcmul(seen[:, :, 1], overlap[:, t], error))
         update = k[:, t].reshape(-1, shape[2], 1), error.reshape(-1, 1, shape[3])
-        flat = torch.baddbmm(flat * decay[:, t].reshape(-1, shape[2], 1), *update)
+        flat = torch.addcmul(flat * decay[:, t].reshape(-1, shape[2], 1), *update)
     return torch.stack(out, 1), flat.view(shape)
 
 
