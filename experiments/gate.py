@@ -21,6 +21,7 @@ from harness.golden import Golden, load_golden
 from harness.ledger import Ledger, Run
 from harness.ledger_read import read_row
 from harness.numerics import check_device, policy
+from harness.pregate import check_vocabulary
 from harness.provenance import environment
 from harness.report import gate_table, text
 from harness.text_table import text_table
@@ -86,6 +87,7 @@ def _gate(config: Config, row: Run) -> GateResult:
         row.add({"variant_hash": recipe.hash, "recipe": {"declared": recipe.as_dict()}})
     engine = make_engine(config)
     row.add({"model_hash": engine.info.model_sha256})
+    check_vocabulary(golden, model.vocab_size)
     with ExitStack() as stack:
         if isinstance(engine, LocalEngine):
             # The next job may read the weights in another dtype: its peak must not hold this one's casts as well.

@@ -18,6 +18,7 @@ from harness.gate import GateResult, part_of, run_gate
 from harness.golden import Golden, load_golden
 from harness.ledger import Ledger, Run
 from harness.numerics import check_device, policy
+from harness.pregate import check_vocabulary
 from harness.provenance import environment
 from harness.verdict import RunClass, Verdict
 from harness.verdict_run import Question, check_engine, judge_run
@@ -78,6 +79,7 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
     casts = shared_casts(str(folder), config.model.sha256, config.device.torch_name)
     stack.callback(casts.drop)
     row.add({"model_hash": engine.info.model_sha256})
+    check_vocabulary(golden, casts.checkpoint.config.vocab_size)
     seen: tuple[str, ...] = ()
     if isinstance(engine, LocalEngine):
         row.add({"variant_hash": engine.recipe.hash, "recipe": {"declared": engine.recipe.as_dict()}})
@@ -136,6 +138,10 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
             f"score {a.matched}/{a.total}; a correct run of this recipe: {e['mean']:.1f}, 95 % in "
             f"{e['low']:.0f}..{e['high']:.0f} (members {e['members']})"
         )
+    seen, total = f.get("inspected"), gate.golden.tokens[0].shape
+    if isinstance(seen, dict):
+        lines.append(f"replayed {seen['prompts']} x {seen['tokens']} of {total[0]} x {total[1]} tokens, site by site")
+    lines += [note for note in gate.notes if not note.startswith("prompt ")]
     lines += [f"  {x.instrument}: {x.reason}" for x in verdict.findings[:8]]
     if len(verdict.findings) > 8:
         lines.append(f"  and {len(verdict.findings) - 8} more findings (--json)")

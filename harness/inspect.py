@@ -101,6 +101,13 @@ def inspect_local(engine: LocalEngine, battery: Battery) -> Inspection:
     )
 
 
+def inspect_closely(
+    inspection: Inspection, oracle: Callable[[Probe], Model], battery: Battery
+) -> dict[str, LocalReplay]:
+    """The same arms over other prompts, whole and one at a time: for an alarm that lies outside the sample."""
+    return {name: _by_prompt(replace(arm, battery=battery), oracle) for name, arm in inspection.arms.items()}
+
+
 def inspect_library(engine: TransformersEngine, casts: Casts, declared: Recipe, battery: Battery) -> Inspection:
     """Local replay of the library as it runs and, from a narrower dtype, with its own parameters upcast after load.
 

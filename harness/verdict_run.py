@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.calibration import Calibration
+from harness.calibration import Calibration, family
 from harness.compose import groups, named_variant
+from harness.divergence import Cause, Divergence
 from harness.engines.local import LocalEngine
 from harness.engines.protocol import Scored
 from harness.engines.transformers_candidate import TransformersCandidate
 from harness.engines.transformers_engine import TransformersEngine
 from harness.engines.transformers_steps import TransformersStepper
-from harness.envelope import Envelope, envelope
+from harness.envelope import F64_FLOOR, Envelope, envelope
 from harness.expected import ExpectedScore, expected_score
 from harness.forced_errors import Battery
 from harness.forced_values import Candidate, ModelCandidate
@@ -22,7 +23,7 @@ from harness.gaps import cannot_discriminate
 from harness.gate import GateResult
 from harness.golden_data import ENDED, Golden
 from harness.hypotheses import Subject, explain
-from harness.inspect import Inspection, inspect_library, inspect_local, make_oracle
+from harness.inspect import Inspection, inspect_closely, inspect_library, inspect_local, make_oracle
 from harness.judge import ALPHA, CANDIDATE, Evidence, divergences
 from harness.lockstep import Stepper
 from harness.oracle import Forced
@@ -36,6 +37,11 @@ from variants.weights import Casts
 
 Checked = LocalEngine | TransformersEngine
 EXPLAINED = 6  # sites at most whose first finding is explained
+
+
+CLOSER = 3  # prompts that are replayed again, whole, where their outputs are suspicious
+CLEARED_EXCESS = 0.7  # ln; correct runs stay within 0.25 of their envelope at every layer
+CLEARED_SIGMA = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +78,10 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     reference = _reference(question, battery, chosen, own)
     expected = expected_score(question.declared, question.casts, golden, members=question.members, seed=question.seed)
     findings = [Finding(instrument="observed", reason=line) for line in contradictions]
-    findings += _inside(question, inspection)
-    findings += _outside(question, own)
+    outside = _outside(question, own)
     found = divergences(_evidence(question, chosen, own, reference))
+    findings += _inside(question, inspection) or _closer(question, inspection, _suspects(own, outside, found))
+    findings += outside
     weak = cannot_discriminate(golden, _noise(own))
     verdict = conclude(
         findings,
@@ -82,7 +89,7 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
         invalid=weak if weak and not findings else None,
         bar_met=gate.agreement.bar_met,
         config=config,
-        inspected=True,
+        inspected=_moderate(own, found),
         instruments=("local_replay", "ladder", "envelope", "expected_score", "routing"),
         figures=_figures(question, own, expected, inspection, gate),
     )
@@ -146,6 +153,43 @@ def _inside(q: Question, inspection: Inspection) -> list[Finding]:
     return [*_explained(q, inspection, found), *ladder_findings(inspection.ladder)]
 
 
+def _suspects(own: Envelope, outside: Sequence[Finding], found: Sequence[Divergence]) -> dict[int, int]:
+    """Up to CLOSER prompts, with the last position to look at, where outputs alone are suspicious."""
+    places = [(d.prompt, d.position) for d in found if d.cause is Cause.defect]
+    if outside:
+        errors = own.table.parties[CANDIDATE].rms[0]
+        worst = int(np.argmax((errors / np.maximum(own.rms, F64_FLOOR * own.table.scale)).max(0)))
+        places.insert(0, tuple(own.table.positions[worst].tolist()))
+    last: dict[int, int] = {}
+    for prompt, position in places:
+        last[prompt] = max(position, last.get(prompt, 0))
+    return dict(list(last.items())[:CLOSER])
+
+
+def _closer(q: Question, inspection: Inspection, suspects: dict[int, int]) -> list[Finding]:
+    """Local replay over whole prompts up to a suspicious position, which the sample may not have reached."""
+    found: list[Finding] = []
+    for prompt, position in suspects.items():
+        part = Battery.of(q.golden).part([prompt], position + 1)
+        for rung, replay in inspect_closely(inspection, make_oracle(q.casts, q.declared), part).items():
+            recipe = inspection.arms[rung].recipe
+            found += replay_findings(replay, recipe=recipe, config=q.casts.checkpoint.config, rung=rung)
+        if found:
+            break
+    return found
+
+
+def _moderate(own: Envelope, found: Sequence[Divergence]) -> bool:
+    """Whether what the outputs suggest is small enough for a clean replay to clear it.
+
+    Members are few and their tails heavy. But the replay runs the same functions of ours as the candidate, so a fault
+    that both share leaves it clean: an error far beyond the envelope is a defect all the same.
+    """
+    excess = own.excess(own.table.parties[CANDIDATE].rms[0])
+    unlikely = [d.candidate.z(d.margin) for d in found if d.cause is Cause.defect]
+    return float(excess.max()) < CLEARED_EXCESS and max(unlikely, default=0.0) < CLEARED_SIGMA
+
+
 def _explained(q: Question, inspection: Inspection, found: Sequence[Finding]) -> list[Finding]:
     """Each costs about a second on the shipped checkpoint, so the later findings of a site go without."""
     if not found:
@@ -164,16 +208,20 @@ def _named(q: Question) -> dict[str, Recipe]:
 
 def _outside(q: Question, own: Envelope) -> list[Finding]:
     """An error beyond the envelope at a layer's output, corrected for the number of layers."""
-    model = q.calibration.model(q.declared) if q.calibration else None
+    known = q.calibration is not None and family(q.declared) in {b.family for b in q.calibration.benign}
+    model = q.calibration.model(q.declared) if q.calibration and known else None
     errors = own.table.parties[CANDIDATE].rms[0]
     if model is not None:  # the calibration's last entry is for logprobs
         model = replace(model, mean=model.mean[:-1], variance=model.variance[:-1], df=model.df[:-1])
     p = holm(own.p_values(errors, model))
     if p.min() >= ALPHA:
         return []
-    first = int(np.argmax(p < ALPHA))
-    excess, (site, layer) = own.excess(errors)[first], own.places[first]
-    reason = f"layer {layer} output: error e^{excess:+.2f} of the envelope of its recipe, p {p[first]:.1e}"
+    excess = own.excess(errors)
+    jump = int(np.argmax(np.diff(excess, prepend=0.0)))  # where the error rises most, not where it is first seen
+    site, layer = own.places[jump]
+    reason = (
+        f"layer {layer} output: error e^{excess[jump]:+.2f} of the envelope of its recipe, smallest p {p.min():.1e}"
+    )
     return [Finding(instrument="envelope", reason=reason, layer=layer if site == "mlp_residual" else None)]
 
 
