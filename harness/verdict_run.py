@@ -156,8 +156,8 @@ def _inside(q: Question, inspection: Inspection) -> list[Finding]:
 def _suspects(own: Envelope, outside: Sequence[Finding], found: Sequence[Divergence]) -> dict[int, int]:
     """Up to CLOSER prompts, with the last position to look at, where outputs alone are suspicious."""
     places = [(d.prompt, d.position) for d in found if d.cause is Cause.defect]
-    if outside:
-        errors = own.table.parties[CANDIDATE].rms[0]
+    errors = own.table.parties[CANDIDATE].rms[0]
+    if outside or float(own.excess(errors).max()) >= CLEARED_EXCESS:
         worst = int(np.argmax((errors / np.maximum(own.rms, F64_FLOOR * own.table.scale)).max(0)))
         places.insert(0, tuple(own.table.positions[worst].tolist()))
     last: dict[int, int] = {}

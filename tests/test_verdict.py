@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from instruments import CARRIER, battery, engine, faulty, findings, planted, replay, shipped
+from torch import Tensor
 
 from experiments.verdict import Settings
 from harness.config import EngineChoice, EngineKind
@@ -26,6 +28,7 @@ from variants.defects import Planted
 from variants.defects_kinds import Severity
 from variants.errors import UsageError
 from variants.model import Model
+from variants.ops import kda, mla
 from variants.recipe import Recipe, Semantics
 from variants.rounding import Probe
 from variants.weights import Patch
@@ -340,3 +343,44 @@ def test_where_every_operation_was_replayed_an_alarm_of_the_outputs_alone_is_tol
     assert (blind.run_class, blind.confidence) == (RunClass.defect, "low")
     assert seen.run_class is RunClass.rounding
     assert "layer 3 output" in seen.reason
+
+
+def shown_only_late(monkeypatch: pytest.MonkeyPatch, position: int) -> None:
+    """Attention of every run that is not in float64 loses part of its output from a position on."""
+    whole = mla.CORES["dense_f32"]
+
+    def late(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, **options: object) -> Tensor:
+        out = whole(q, k, v, positions, **options)
+        return out if q.dtype == torch.float64 else torch.where(positions[..., None, None] >= position, out * 0.9, out)
+
+    monkeypatch.setitem(mla.CORES, "dense_f32", late)
+
+
+def asked(prompt_rows: int, tokens: int) -> Verdict:
+    golden, run = part_of(load_golden("wide"), prompts=prompt_rows, tokens=tokens), engine("f32")
+    question = Question(
+        golden=golden, engine=run, casts=shipped(), declared=run.recipe, reference=run.recipe, members=3
+    )
+    return judge_run(question, run_gate(golden, run))[0]
+
+
+def test_a_fault_that_shows_after_the_sample_is_replayed_where_the_outputs_give_it_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sample ends after sixteen tokens; a fault from the eighteenth on still has its site and layer."""
+    shown_only_late(monkeypatch, len(load_golden("wide").prompts[0]) + 17)
+    v = asked(1, 20)
+    assert (v.run_class, v.site, v.layer, v.confidence) == (RunClass.defect, "mla_core", 3, "high")
+
+
+def test_a_fault_that_candidate_and_replay_share_is_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the replay runs the faulty function too it finds nothing; an error far beyond the envelope is a defect."""
+    right = kda.CORES["recurrent"]
+
+    def faster(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        return right(q, k, v, g * 1.02, *rest, **options)
+
+    monkeypatch.setitem(kda.CORES, "recurrent", faster)
+    v = asked(1, 3)
+    assert (v.run_class, v.confidence) == (RunClass.defect, "low")
+    assert v.findings[0].instrument == "envelope"
