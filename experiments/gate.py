@@ -74,7 +74,8 @@ def report(flags: Flags) -> None:
 
 
 def _gate(config: Config, row: Run) -> GateResult:
-    row.add({"environment": environment(device=config.device.torch_name)})
+    here = environment(device=config.device.torch_name)
+    row.add({"environment": here})
     golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
     row.add({"golden_hash": golden.hash, "battery_hash": golden.battery_hash, "bar": golden.bar.name})
     check_requirement(golden, config.require)
@@ -92,10 +93,8 @@ def _gate(config: Config, row: Run) -> GateResult:
         if isinstance(engine, LocalEngine):
             # The next job may read the weights in another dtype: its peak must not hold this one's casts as well.
             stack.callback(engine.casts.drop)
-            contradictions = observe_engine(engine, golden, row)
-            _refuse(contradictions)
+            _refuse(observe_engine(engine, golden, row))
         said = texts(folder / "tokenizer.json")
-        here = environment(device=config.device.torch_name)
         return run_gate(
             golden, engine, require=config.require, vocab_size=model.vocab_size, text=said, environment=here
         )
