@@ -14,6 +14,7 @@ from torch import Tensor
 from harness.lockstep import Stepper, Tokens, walk_steppers
 from harness.op_error import LIMIT, OpError, bounding_rule, enter, note_positions, real_tokens
 from harness.probes import Against, Passes, Place, Tap, Wanted, chain, every_place
+from harness.routing import choice_scores
 from variants.decode import Sequences
 from variants.dtypes import DType
 from variants.model import Model
@@ -136,9 +137,7 @@ class _Comparison:
 
     def _choices(self, entry: OpError, layer: int, mine: Tensor, theirs: Tensor, step: Step) -> None:
         """Expert sets chosen from the same scores: they may differ only where the gap is within the sum's rounding."""
-        scores = self.scores.values[("router_scores", layer)].double()
-        name = f"model.layers.{layer}.block_sparse_moe.gate.e_score_correction_bias"
-        choice = scores + self.weights.get(name, DType.f64)
+        choice = choice_scores(self.weights, layer, self.scores.values[("router_scores", layer)].double())
         gap = choice.gather(-1, mine).amin(-1) - choice.gather(-1, theirs).amin(-1)
         changed = (mine.sort(-1).values != theirs.sort(-1).values).any(-1)
         unit = self.recipe.rule("router_scores", layer, step.phase).accum.unit_roundoff

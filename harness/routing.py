@@ -13,11 +13,12 @@ from torch import Tensor
 from harness.lockstep import Tokens
 from harness.probes import Tap, chain
 from variants import decode
-from variants.dtypes import DType
+from variants.dtypes import DType, dtype_of
 from variants.model import Model
 from variants.ops.moe import top_k_lowest_id
 from variants.recipe import Recipe, Rule
 from variants.rounding import Probe, RoundAt, Step
+from variants.weights import Weights
 
 Route = tuple[int, int]  # (layer, position)
 MOST_SWAPS = 24
@@ -100,13 +101,18 @@ def oracle_pass(
     return Pass(logits, _choices(model, tap))
 
 
+def choice_scores(weights: Weights, layer: int, scores: Tensor) -> Tensor:
+    """What experts are chosen by: scores [N, E] plus the stored correction bias, in the scores' dtype."""
+    name = f"model.layers.{layer}.block_sparse_moe.gate.e_score_correction_bias"
+    return scores + weights.get(name, dtype_of(scores))
+
+
 def _choices(model: Model, tap: Tap) -> dict[Route, Choice]:
     found = {}
     for (site, layer), scores in tap.values.items():
         if site != "router_scores":
             continue
-        name = f"model.layers.{layer}.block_sparse_moe.gate.e_score_correction_bias"
-        choice = scores + model.weights.get(name, model.recipe.rule("router_scores", layer).accum)
+        choice = choice_scores(model.weights, layer, scores)
         ids = tap.values[("router_ids", layer)]
         k = ids.shape[-1]
         if k == choice.shape[-1]:
