@@ -125,6 +125,7 @@ def _token(config: Settings, other: str, row: Run) -> Told:
     searched = runner.count.forwards
     if place is None:
         reason = f"{config.label} and {other} choose the same token at every place of {golden.name}"
+        reason += _uncaptured(config)
         return {"place": None, "reason": reason, "forwards": searched}, reason, None
     p, t = place
     spot = Spot(prompt=golden.prompts[p], forced=tokens[p][:t])
@@ -142,7 +143,7 @@ def _token(config: Settings, other: str, row: Run) -> Told:
     }
     if max(a.recipe.execution.batch, b.recipe.execution.batch) > 1:
         document["note"] = "the row ran alone here; in a batch its sums may be in another order"
-    reason = _reason(flip.minimal, flip.token_a, flip.token_b)
+    reason = _reason(flip.minimal, flip.token_a, flip.token_b) + ("" if culprit else _uncaptured(config))
     return {**document, "reason": reason}, reason, culprit
 
 
@@ -164,6 +165,10 @@ def _reason(minimal: tuple[tuple[str, int], ...] | None, token_a: int, token_b: 
     named = ", ".join(site if n < 0 else f"{site}@{n}" for site, n in minimal[:6])
     more = f" and {len(minimal) - 6} more" if len(minimal) > 6 else ""
     return f"A with {named}{more} as in B chooses {token_b} instead of {token_a}"
+
+
+def _uncaptured(config: Settings) -> str:
+    return "" if config.capture is None else "; nothing was captured, for there is no culprit"
 
 
 def _captures(

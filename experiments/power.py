@@ -74,6 +74,7 @@ def run(config: Settings, flags: Flags) -> int:
     quick = "quick" in flags.values
     out = Path(config.out) / "quick" if quick else Path(config.out)
     cells = quick_cells(QUICK) if quick else full_cells(config.seeds)
+    append_rows(out / "cells.csv", ())  # before an hour of work: can the folder be written at all
     folder = str(checkpoint_folder(config.model.path))
     with Ledger(Path(config.results) / "ledger").begin({"experiment": "power", "engine": "local"}) as row:
         model = _bench(folder, config.model.sha256).casts.checkpoint.sha256

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from harness.agreement import Agreement
 from harness.engines.protocol import Engine, EngineInfo, Generation, Prompts
+from harness.gaps import cannot_discriminate
+from harness.golden import top_problems
 from harness.golden_data import Bar, Golden
 from harness.ledger_schema import FIELDS
 from harness.measure import Timing, summarize
@@ -16,7 +18,11 @@ from harness.memory import PeakMemory, peak_memory
 from harness.pregate import pregate
 from harness.rebless import environment_differs
 from harness.score import score
-from variants.errors import UsageError
+from variants.errors import InputError, UsageError
+
+# One step of bf16 logits between 16 and 32, where a trained model's first choices lie: two candidates closer than this
+# change places by a single rounding.
+LOGIT_STEP_NATS = 0.125
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +138,7 @@ def run_gate(
         agreement=agreement,
         timing=summarize(generation),
         memory=memory,
-        notes=(*before.notes, *_moved(golden, engine.info, environment), *agreement.messages),
+        notes=(*before.notes, *_doubts(golden), *_moved(golden, engine.info, environment), *agreement.messages),
         required=require,
         met=is_met(agreement, require),
     )
@@ -145,8 +151,20 @@ def _moved(golden: Golden, info: EngineInfo, environment: Mapping[str, object] |
     return environment_differs(golden, environment)
 
 
+def _doubts(golden: Golden) -> list[str]:
+    """Why this golden's tokens can show less than they seem to: it contradicts itself, or its gaps are all small."""
+    weak = cannot_discriminate(golden, LOGIT_STEP_NATS)
+    contradictions = [f"golden {golden.name} contradicts itself: {problem}" for problem in top_problems(golden)]
+    return [*contradictions, *([weak] if weak else [])]
+
+
 def check_requirement(golden: Golden, require: str | None) -> None:
-    """Raises UsageError where no candidate could meet `require`: a golden of one run has no bar to meet."""
+    """Raises UsageError where no candidate could meet `require`: a golden of one run has no bar to meet.
+
+    Raises InputError where token agreement on this golden can neither pass nor fail anybody.
+    """
+    if require is not None and (weak := cannot_discriminate(golden, LOGIT_STEP_NATS)):
+        raise InputError(f"golden {golden.name}: {weak}")
     if require in ("bar", "strict") and golden.bar is Bar.UNMEASURED:
         raise UsageError(
             f"--require={require}: golden {golden.name} has one run (K = 1), so its bar is unmeasured; capture it K "

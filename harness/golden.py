@@ -22,6 +22,7 @@ __all__ = [
     "import_folder",
     "load_golden",
     "show_golden",
+    "top_problems",
     "verify_golden",
     "write_golden",
 ]
@@ -86,13 +87,14 @@ def verify_golden(path: str | Path) -> list[str]:
         golden = load_golden(path)
     except InputError as error:
         return [str(error)]
-    problems = [f"not plain greedy: {reason}" for reason in greedy_problems(golden.sampling)]
-    if golden.top_ids is not None and golden.top_logprobs is not None:
-        problems += _top_problems(golden.tokens[0], golden.top_ids, golden.top_logprobs)
-    return problems
+    return [f"not plain greedy: {reason}" for reason in greedy_problems(golden.sampling)] + top_problems(golden)
 
 
-def _top_problems(tokens: np.ndarray, ids: np.ndarray, values: np.ndarray) -> list[str]:
+def top_problems(golden: Golden) -> list[str]:
+    """Where run 0 and its recorded top logprobs contradict each other, one line each; empty without logprobs."""
+    if golden.top_ids is None or golden.top_logprobs is None:
+        return []
+    tokens, ids, values = golden.tokens[0], golden.top_ids, golden.top_logprobs
     there = tokens != ENDED
     tied = values == values[..., :1]
     lowest = np.where(tied, ids, np.iinfo(np.int32).max).min(axis=-1)

@@ -49,7 +49,7 @@ def check_words(overrides: Sequence[Override], defaults: DictConfig, groups: Gro
         elif key.split(".")[0] == "hydra" or "/" in key or "@" in key:
             raise UsageError(f"{word}: runs have no Hydra settings here; results=DIR says where the ledger is")
         elif key not in keys and not key.startswith("variant.override."):
-            raise UsageError(f"no setting {key!r}{did_you_mean(key, keys)}; `neartie explain --config` lists them")
+            raise UsageError(f"no setting {key!r}{did_you_mean(key, keys)}; --config after the command lists them")
 
 
 def one_line(error: BaseException) -> str:

@@ -270,3 +270,24 @@ def test_make_engine_refuses_what_is_not_there(words: list[str]) -> None:
     """A folder that is not there is an input error, whatever the engine."""
     with pytest.raises(InputError, match="/none"):
         make_engine(load(words))
+
+
+def test_a_golden_that_contradicts_itself_is_told(strict: Golden) -> None:
+    """A token that is not the first of its own recorded logprobs is a note of the run, with prompt and position."""
+    assert strict.top_ids is not None
+    tokens = strict.tokens.copy()
+    tokens[:, 2, 3] = int(strict.top_ids[2, 3, 1])
+    notes = run_gate(replace(strict, tokens=tokens), Recited(tokens[0])).notes
+    assert [n for n in notes if "contradicts itself" in n and "prompt 2, position 3" in n]
+    assert not [n for n in run_gate(strict, Recited(strict.tokens[0])).notes if "contradicts" in n]
+
+
+def test_a_fixture_of_near_ties_passes_and_fails_nobody(strict: Golden) -> None:
+    """P26: where most gaps are under one step of bf16 logits, a requirement is refused and a report says so."""
+    assert strict.top_logprobs is not None
+    close = strict.top_logprobs.copy()
+    close[..., 1] = close[..., 0] - 0.006
+    weak = replace(strict, top_logprobs=close)
+    assert any("cannot discriminate" in note for note in run_gate(weak, Recited(strict.tokens[0])).notes)
+    with pytest.raises(InputError, match="cannot discriminate"):
+        run_gate(weak, Recited(strict.tokens[0]), require="100")
