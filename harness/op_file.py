@@ -49,7 +49,9 @@ def write_capture(capture: OpCapture, path: str | Path) -> Path:
 def read_capture(path: str | Path) -> OpCapture:
     """Read a capture back; raises InputError for a file that is none, is newer, or whose hash is not its content's."""
     if not Path(path).is_file():
-        raise InputError(f"cannot read {str(path)!r}: no such file; expected one that `neartie bisect capture=DIR` wrote")
+        raise InputError(
+            f"cannot read {str(path)!r}: no such file; expected one that `neartie bisect capture=DIR` wrote"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get(HEADER)

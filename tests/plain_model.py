@@ -106,4 +106,5 @@ def moe(p: Parameters, c: ModelConfig, x: Tensor) -> Tensor:
             w1, w2, w3 = (w[f"experts.{e}.w{n}.weight"] for n in (1, 2, 3))
             out = out + c.routed_scaling_factor * score[e] / total * (w2 @ (silu(w1 @ row) * (w3 @ row)))
         rows.append(out)
-    return torch.stack(rows) + mlp(w, "shared_experts", x)
+    routed = torch.stack(rows)
+    return routed + mlp(w, "shared_experts", x) if c.num_shared_experts else routed

@@ -186,7 +186,7 @@ def _sizes(fields: _Fields) -> dict[str, Any]:
         "v_head_dim": fields.integer("v_head_dim"),
         "num_experts": fields.integer("num_experts"),
         "experts_per_token": fields.integer("num_experts_per_token"),
-        "num_shared_experts": fields.integer("num_shared_experts"),
+        "num_shared_experts": fields.integer("num_shared_experts", least=0),
         "moe_intermediate_size": fields.integer("moe_intermediate_size"),
     }
 

@@ -98,5 +98,6 @@ def _moe(config: ModelConfig) -> dict[str, Shape]:
     for expert in range(E):
         for name, shape in (("w1", (F, D)), ("w3", (F, D)), ("w2", (D, F))):  # gate, up, down
             tensors[f"experts.{expert}.{name}.weight"] = shape
-    tensors |= _mlp("shared_experts", D, F * config.num_shared_experts)
+    if config.num_shared_experts:
+        tensors |= _mlp("shared_experts", D, F * config.num_shared_experts)
     return {f"block_sparse_moe.{name}": shape for name, shape in tensors.items()}
