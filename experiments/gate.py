@@ -11,10 +11,11 @@ from typing import Any
 from experiments.words import Flags
 from harness import strict_json
 from harness.compose import as_plain
-from harness.config import Config, EngineKind
+from harness.config import READS, Config, EngineKind
 from harness.engines import make_engine
 from harness.engines.assets import checkpoint_folder
 from harness.engines.local import LocalEngine
+from harness.engines.protocol import Engine
 from harness.engines.replay import ReplayEngine
 from harness.gate import GateResult, check_requirement, part_of, run_gate
 from harness.golden import Golden, load_golden
@@ -79,25 +80,28 @@ def _gate(config: Config, row: Run) -> GateResult:
     golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
     row.add({"golden_hash": golden.hash, "battery_hash": golden.battery_hash, "bar": golden.bar.name})
     check_requirement(golden, config.require)
-    if config.engine.kind is EngineKind.replay:
-        return _replayed(config, golden)
-    folder = checkpoint_folder(config.model.path)
-    model = load_config(folder)
     if config.engine.kind is EngineKind.local:
-        recipe = resolve(config.variant, model)
+        recipe = resolve(config.variant, load_config(checkpoint_folder(config.model.path)))
         row.add({"variant_hash": recipe.hash, "recipe": {"declared": recipe.as_dict()}})
     engine = make_engine(config)
     row.add({"model_hash": engine.info.model_sha256})
-    check_vocabulary(golden, model.vocab_size)
     with ExitStack() as stack:
         if isinstance(engine, LocalEngine):
             # The next job may read the weights in another dtype: its peak must not hold this one's casts as well.
             stack.callback(engine.casts.drop)
+            check_vocabulary(golden, engine.casts.checkpoint.config.vocab_size)
             _refuse(observe_engine(engine, golden, row))
-        said = texts(folder / "tokenizer.json")
-        return run_gate(
-            golden, engine, require=config.require, vocab_size=model.vocab_size, text=said, environment=here
-        )
+        return run_gate(golden, engine, require=config.require, environment=here, **_known(config, golden, engine))
+
+
+def _known(config: Config, golden: Golden, engine: Engine) -> dict[str, Any]:
+    """What `run_gate` can be told of this engine: the prompts that its tokens are of, or its model's vocabulary."""
+    if isinstance(engine, ReplayEngine):
+        return {"prompts": engine.prompts[: len(golden.prompts)]}
+    if "model" not in READS[config.engine.kind][1]:
+        return {}
+    folder = checkpoint_folder(config.model.path)
+    return {"vocab_size": load_config(folder).vocab_size, "text": texts(folder / "tokenizer.json")}
 
 
 def observe_engine(engine: LocalEngine, golden: Golden, row: Run) -> tuple[str, ...]:
@@ -113,30 +117,31 @@ def _refuse(contradictions: Sequence[str]) -> None:
         raise EngineError(f"what ran is not what was declared: {first}" + (f" (and {more} more)" if more else ""))
 
 
-def _replayed(config: Config, golden: Golden) -> GateResult:
-    engine = make_engine(config)
-    assert isinstance(engine, ReplayEngine)
-    prompts = engine.prompts[: len(golden.prompts)]
-    return run_gate(golden, engine, require=config.require, prompts=prompts)
-
-
 def texts(tokenizer: Path) -> Callable[[int], str | None] | None:
     return token_text(tokenizer) if tokenizer.is_file() else None
 
 
 def announced(config: Config, experiment: str = "gate") -> dict[str, object]:
     """What a row says before its run: every setting that this engine reads, but not where the row lies."""
-    unread = {EngineKind.local: (), EngineKind.transformers: ("variant",), EngineKind.replay: ("variant", "model")}
-    left_out = ("results", *unread[config.engine.kind])
+    settings, groups = READS[config.engine.kind]
+    plain = {k: v for k, v in as_plain(config).items() if k not in {"model", "variant", "device"} - groups}
+    # A server's address names somebody's machine.
+    plain["engine"] = {k: v for k, v in _mapping(plain["engine"]).items() if k in settings | {"kind"} - {"url"}}
+    del plain["results"]
     return {
         "experiment": experiment,
         "engine": config.engine.kind.name,
         "variant": config.label,
         "golden": config.golden,
-        "model": None if "model" in left_out else config.model.path,
+        "model": config.model.path if "model" in groups else None,
         "seeds": {"seed": config.seed},
-        "detail": {"config": {k: v for k, v in as_plain(config).items() if k not in left_out}},
+        "detail": {"config": plain},
     }
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    assert isinstance(value, Mapping)
+    return value
 
 
 def _same_arms(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness.config import Config, EngineKind
+from harness.config import READS, Config, EngineKind
 from harness.overrides import check_words, one_line, parse
 from variants.axes import SiteOverride, Variant
 from variants.errors import UsageError
@@ -114,12 +114,12 @@ def quote(value: str) -> str:
 
 
 def _refuse_unread(config: Config, overrides: Sequence[Override]) -> None:
-    """A variant is read by the local engine alone, and no device is used to replay files."""
-    unread = {EngineKind.local: (), EngineKind.transformers: ("variant",), EngineKind.replay: ("variant", "device")}
+    """A group that this kind of engine does not read is refused, but a model, which is told of in notes."""
     kind = config.engine.kind
+    unread = {"variant", "device"} - READS[kind][1]
     for o in overrides:
         group = str(o.key_or_group).split(".")[0]
-        if group in unread[kind]:
+        if group in unread:
             raise UsageError(f"{o.input_line} has no effect with engine={kind.name}; leave it out, or use engine=local")
 
 

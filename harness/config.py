@@ -14,7 +14,7 @@ from variants.errors import UsageError
 
 
 class EngineKind(Enum):
-    """A variant in this process, the transformers library in this process, or a folder of tokens."""
+    """A variant in this process, a library in this process, a server, or tokens in files."""
 
     local = "local"
     transformers = "transformers"
@@ -43,6 +43,14 @@ class Experts(Enum):
     eager = "eager"
 
 
+# What each kind of engine reads, beside `kind`: settings of `engine`, then groups and settings of the root.
+READS: dict[EngineKind, tuple[frozenset[str], frozenset[str]]] = {
+    EngineKind.local: (frozenset(), frozenset(("model", "variant", "device"))),
+    EngineKind.transformers: (frozenset(("dtype", "attention", "experts")), frozenset(("model", "device"))),
+    EngineKind.replay: (frozenset(("folder", "run")), frozenset()),
+}
+
+
 class DeviceKind(Enum):
     cpu = "cpu"
     cuda = "cuda"
@@ -58,21 +66,25 @@ class ModelSource:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
-    """Which engine answers; `dtype`, `attention` and `experts` are of transformers, `folder` is of replay."""
+    """Which engine answers; `READS` says which kind reads which setting, and any other is refused.
+
+    dtype, attention, experts: of a library. folder: a folder or a NAME.json of tokens; run: of its runs, None for the
+    candidate in it.
+    """
 
     kind: EngineKind = EngineKind.local
     dtype: EngineDtype = EngineDtype.f32
     attention: Attention = Attention.eager
     experts: Experts = Experts.grouped_mm
     folder: str | None = None
+    run: int | None = None
 
     def __post_init__(self) -> None:
-        library, replay = self.kind is EngineKind.transformers, self.kind is EngineKind.replay
+        own, _ = READS[self.kind]
         for f in fields(self):
-            wanted = library if f.name in ("dtype", "attention", "experts") else replay or f.name == "kind"
-            changed = getattr(self, f.name) != f.default
-            _refuse(changed and not wanted, f"engine.{f.name}", f"engine={self.kind.name} does not read it")
-        if replay and not self.folder:
+            changed = getattr(self, f.name) != f.default and f.name != "kind"
+            _refuse(changed and f.name not in own, f"engine.{f.name}", f"engine={self.kind.name} does not read it")
+        if self.kind is EngineKind.replay and not self.folder:
             raise UsageError("engine=replay needs engine.folder=DIR, the folder that holds the tokens")
 
     @property

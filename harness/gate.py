@@ -15,7 +15,7 @@ from harness.golden_data import Bar, Golden
 from harness.ledger_schema import FIELDS
 from harness.measure import Timing, summarize
 from harness.memory import PeakMemory, peak_memory
-from harness.pregate import pregate
+from harness.pregate import check_answers, pregate
 from harness.rebless import environment_differs
 from harness.score import score
 from variants.errors import InputError, UsageError
@@ -130,6 +130,7 @@ def run_gate(
     stop = golden.sampling.get("eos") == "stop"
     with peak_memory(engine.info.device) as memory:
         generation = engine.generate(golden.prompts, golden.tokens.shape[2], stop_at_eos=stop)
+    check_answers(golden, engine.info, generation, stop_at_eos=stop)
     agreement = score(golden, generation, text=text if before.compare_text else None)
     return GateResult(
         golden=golden,
@@ -138,7 +139,13 @@ def run_gate(
         agreement=agreement,
         timing=summarize(generation),
         memory=memory,
-        notes=(*before.notes, *_doubts(golden), *_moved(golden, engine.info, environment), *agreement.messages),
+        notes=(
+            *before.notes,
+            *generation.notes,
+            *_doubts(golden),
+            *_moved(golden, engine.info, environment),
+            *agreement.messages,
+        ),
         required=require,
         met=is_met(agreement, require),
     )

@@ -6,8 +6,10 @@ Whatever fails here is an input mismatch (InputError) and never a numerics verdi
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.engines.protocol import EngineInfo, Prompts
-from harness.golden_data import Golden
+import numpy as np
+
+from harness.engines.protocol import EngineInfo, Generation, Prompts
+from harness.golden_data import ENDED, Golden
 from harness.sampling import greedy_problems, normalize_sampling
 from variants.errors import InputError
 
@@ -50,10 +52,13 @@ def pregate(
         check_prompts(golden, prompts, bos_id=bos_id)
     if vocab_size is not None:
         check_vocabulary(golden, vocab_size)
+    check_length(golden, info)
     tokenizer = _hash_note("tokenizer", golden.provenance.get("tokenizer_sha256"), info.tokenizer_sha256)
+    kind = _class_note(golden.provenance.get("tokenizer_class"), info.tokenizer_class)
+    other = tokenizer or kind
     model = _hash_note("model", golden.provenance.get("model_sha256"), info.model_sha256)
-    notes = (f"{tokenizer}: ids alone are compared, text was ignored" if tokenizer else None, model)
-    return PreGate(notes=tuple(n for n in notes if n), compare_text=tokenizer is None)
+    notes = (f"{other}: ids alone are compared, text was ignored" if other else None, model)
+    return PreGate(notes=tuple(n for n in notes if n), compare_text=other is None)
 
 
 def check_plain_greedy(golden: Golden) -> None:
@@ -63,6 +68,48 @@ def check_plain_greedy(golden: Golden) -> None:
             f"golden {golden.name}: not plain greedy ({'; '.join(reasons)}); capture it at temperature 0 without "
             'penalties, or record "generation_config": "ignored" if the engine did not read that file'
         )
+
+
+def check_answers(golden: Golden, info: EngineInfo, generation: Generation, *, stop_at_eos: bool) -> None:
+    """Raises InputError where what came back shows that another question was answered, before anything is scored.
+
+    The ids that the engine says it ran, the settings that it says it used, a row that ended where it had to go on, and
+    a token that is not the first of its own ranked list (a penalty or a sampler that nobody asked for).
+    """
+    if generation.prompt_ids is not None:
+        check_prompts(golden, generation.prompt_ids)
+    if generation.sampling and (reasons := greedy_problems(normalize_sampling(generation.sampling))):
+        raise InputError(f"engine {info.name}: not plain greedy ({'; '.join(reasons)}); set it to argmax alone")
+    for n, row in enumerate(generation.tokens):
+        if not (row == ENDED).any():
+            continue
+        why = generation.finish[n] if generation.finish else None
+        said = int((row != ENDED).sum())
+        if why == "length":
+            raise InputError(
+                f"input mismatch at prompt {n}: the engine ended at {said} of {len(row)} tokens by its own length "
+                "limit; raise it"
+            )
+        if not stop_at_eos:
+            raise InputError(
+                f"input mismatch at prompt {n}: the engine ended after {said} of {len(row)} tokens ({why or 'unsaid'}) "
+                f"where golden {golden.name} goes on past EOS; let it ignore EOS"
+            )
+    if (place := _not_first(generation)) is not None:
+        raise InputError(
+            f"engine {info.name}: not plain greedy (prompt {place[0]}, token {place[1]} is not the first of its own "
+            "logprobs); a penalty or a sampler is on: set it to argmax alone"
+        )
+
+
+def _not_first(generation: Generation) -> tuple[int, int] | None:
+    """The first place whose token has a lower logprob than the best in its own list, None where there is none."""
+    if generation.top_ids is None or generation.top_logprobs is None:
+        return None
+    own = np.where(generation.top_ids == generation.tokens[..., None], generation.top_logprobs, -np.inf).max(-1)
+    known = np.isfinite(generation.top_logprobs[..., 0]) & (generation.tokens != ENDED) & generation.finite
+    below = np.argwhere(known & (own < generation.top_logprobs[..., 0]))
+    return (int(below[0][0]), int(below[0][1])) if len(below) else None
 
 
 def check_prompts(golden: Golden, prompts: Prompts, *, bos_id: int | None = None) -> None:
@@ -90,6 +137,16 @@ def prompt_mismatch(expected: Sequence[int], got: Sequence[int], *, bos_id: int 
         return f"candidate has {len(have)} ids, the golden {len(want)}"
     first = next(i for i, (a, b) in enumerate(zip(want, have, strict=True)) if a != b)
     return f"candidate has id {have[first]} at {first}, the golden {want[first]}"
+
+
+def check_length(golden: Golden, info: EngineInfo) -> None:
+    """Raises InputError where a prompt and its answer do not fit the engine's greatest length."""
+    longest = max(len(p) for p in golden.prompts) + golden.tokens.shape[2]
+    if info.max_length is not None and longest > info.max_length:
+        raise InputError(
+            f"input mismatch: golden {golden.name} needs {longest} tokens, engine {info.name} has room for "
+            f"{info.max_length}; raise its limit, or take fewer with max_tokens="
+        )
 
 
 def check_vocabulary(golden: Golden, vocab_size: int) -> None:
@@ -121,6 +178,13 @@ def gap_of_top_list(entries: Iterable[tuple[int | str, float]], requested: int, 
         least = values[0] - values[-1]
         return TopGap(nats=None, at_least_nats=least, note=f"chosen token not returned: unknown, at least {least:g}")
     return TopGap(nats=values[0] - values[1]) if len(values) > 1 else TopGap(nats=None, note="one entry, no gap")
+
+
+def _class_note(golden: object, candidate: str | None) -> str | None:
+    """A slow tokenizer and the fast one that a library made of it may share files and still cut text elsewhere."""
+    if golden is None or candidate is None or golden == candidate:
+        return None
+    return f"tokenizer class differs (golden {golden}, candidate {candidate})"
 
 
 def _hash_note(what: str, golden: object, candidate: str | None) -> str | None:

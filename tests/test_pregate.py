@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.engines.protocol import EngineInfo
+from harness.engines.protocol import EngineInfo, Generation
 from harness.golden import Golden, load_golden, write_golden
-from harness.pregate import check_prompts, gap_of_top_list, pregate, prompt_mismatch
+from harness.pregate import check_answers, check_prompts, gap_of_top_list, pregate, prompt_mismatch
 from harness.sampling import greedy_problems, normalize_sampling, plain_greedy_settings
 from variants.errors import InputError
 
@@ -194,3 +194,59 @@ def test_chosen_token_outside_the_top_list_is_unknown_not_zero() -> None:
     assert gap.note == "chosen token not returned: unknown, at least 1"
     assert gap_of_top_list([], 5, chosen=1).note == "5 requested, 0 returned"
     assert gap_of_top_list([(1, -0.1)], 5, chosen=1).note == "5 requested, 1 returned"
+
+
+def generation(tokens: list[list[int]], **more: object) -> Generation:
+    made = np.array(tokens, np.int32)
+    n = len(made)
+    given = {"tokens": made, "finite": np.ones(made.shape, bool), "gaps": np.full(made.shape, np.nan)}
+    given |= {"prefill_s": np.full(n, np.nan), "prefill_tokens": np.full(n, 4), "decode_s": ()}
+    return Generation(**{**given, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompt_ids": ((BOS, BOS, 5, 6, 7),)}, "input mismatch at prompt 0: double BOS"),
+        ({"sampling": {"temperature": 0.0, "repeat_penalty": 1.1}}, "not plain greedy .repeat_penalty 1.1"),
+        ({"tokens": [[8, -1]], "finish": ("length",)}, "input mismatch .* ended at 1 of 2 tokens by its own length"),
+        ({"tokens": [[8, -1]], "finish": ("stop",)}, r"ended after 1 of 2 tokens \(stop\).*let it ignore EOS"),
+        ({"tokens": [[8, -1]]}, r"ended after 1 of 2 tokens \(unsaid\)"),
+        (
+            {
+                "top_ids": np.array([[[8, 3], [3, 9]]]),
+                "top_logprobs": np.array([[[-0.1, -2.0], [-0.1, -2.0]]]),
+            },
+            "prompt 0, token 1 is not the first of its own logprobs",
+        ),
+    ],
+)
+def test_an_answer_to_another_question_is_no_score(given: dict[str, object], message: str) -> None:
+    """Other ids, other settings, another end and a hidden penalty each stop the gate with an input error."""
+    tokens = given.pop("tokens", [[8, 9]])
+    check_answers(golden(), info(), generation([[8, 9]]), stop_at_eos=False)
+    with pytest.raises(InputError, match=message):
+        check_answers(golden(), info(), generation(tokens, **given), stop_at_eos=False)  # type: ignore[arg-type]
+
+
+def test_a_row_may_end_where_the_golden_stops_at_eos() -> None:
+    """With EOS as the stop a short row is an answer like any other, and a tie is no other choice than the first."""
+    check_answers(golden(), info(), generation([[8, -1]], finish=("stop",)), stop_at_eos=True)
+    tied = {"top_ids": np.array([[[8, 3], [3, 9]]]), "top_logprobs": np.full((1, 2, 2), -0.5)}
+    check_answers(golden(), info(), generation([[8, 9]], **tied), stop_at_eos=False)
+
+
+def test_a_golden_longer_than_the_engine_is_refused() -> None:
+    """Four ids and two tokens do not fit an engine of five."""
+    pregate(golden(), info(max_length=6))
+    with pytest.raises(InputError, match="needs 6 tokens, engine e has room for 5"):
+        pregate(golden(), info(max_length=5))
+
+
+def test_another_tokenizer_class_is_told() -> None:
+    """A slow tokenizer and a fast one may cut text differently though they share their files: text is not compared."""
+    made = golden(provenance={"tokenizer_class": "TikTokenTokenizer"})
+    assert pregate(made, info(tokenizer_class="TikTokenTokenizer")).compare_text
+    found = pregate(made, info(tokenizer_class="PreTrainedTokenizerFast"))
+    assert not found.compare_text
+    assert "tokenizer class differs (golden TikTokenTokenizer" in found.notes[0]

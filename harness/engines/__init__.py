@@ -49,7 +49,7 @@ def _replay(config: Config) -> Engine:
     from harness.engines.replay import ReplayEngine
 
     assert config.engine.folder is not None
-    return ReplayEngine(config.engine.folder)
+    return ReplayEngine(config.engine.folder, run=config.engine.run)
 
 
 _MAKERS = {"local": _local, "transformers": _transformers, "replay": _replay}

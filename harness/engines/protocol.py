@@ -15,7 +15,14 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What an engine is and which instruments it allows."""
+    """What an engine is and which instruments it allows.
+
+    ids_in: takes token ids as prompts. ids_out: returns the ids of what it said. echoes_ids: returns the prompt ids
+    that it ran. top_logprobs: how many logprobs it gives with each token, None for all of the vocabulary. can_score:
+    `score` works. full_logits: it gives whole rows of logits. precisions: dtypes that the same code can run in. taps:
+    values inside can be read. batch: rows or requests that run together. max_length: prompt and answer in tokens.
+    sampling: effective settings, as far as they are known. limits: what it cannot do, a line each.
+    """
 
     name: str
     version: str
@@ -23,11 +30,19 @@ class EngineInfo:
     dtype: str
     model_sha256: str | None = None
     tokenizer_sha256: str | None = None
+    tokenizer_class: str | None = None
     can_score: bool = True
     full_logits: bool = False
     precisions: tuple[str, ...] = ()
     taps: bool = False
+    ids_in: bool = True
+    ids_out: bool = True
+    echoes_ids: bool = False
+    top_logprobs: int | None = 0
+    batch: int = 1
+    max_length: int | None = None
     sampling: dict[str, object] = field(default_factory=dict)
+    limits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +54,11 @@ class Generation:
     in nats, NaN where unknown. prefill_s: [N] seconds to the first token of each prompt (or of its batch).
     decode_s: one array a batch, seconds of each later step. prefill_tokens: [N]. batch: rows that ran together.
     first_seen: steps (batch index, step) whose shape had not run before, kept out of the steady figures.
+
+    What a remote engine says beside its tokens: finish: why each row ended ("length", "stop" or the engine's own word),
+    () where it does not say. prompt_ids: the ids that it ran, None where it does not say. top_ids int32 and
+    top_logprobs float64 [N, T, k]: ranked, ids -1 and values NaN where unknown. sampling: settings that it reports to
+    have used. notes: what a reader must be told.
     """
 
     tokens: np.ndarray
@@ -49,6 +69,12 @@ class Generation:
     decode_s: tuple[np.ndarray, ...]
     batch: int = 1
     first_seen: tuple[tuple[int, int], ...] = ()
+    finish: tuple[str | None, ...] = ()
+    prompt_ids: Prompts | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    sampling: dict[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
