@@ -184,11 +184,12 @@ COMMANDS: tuple[Command, ...] = (
             "list         one line a run, oldest first; also without an action\n"
             "show RUN     the whole record; RUN is a run id or the start of one\n"
             "diff RUN RUN what differs; refused where the two cannot be compared\n"
-            "export FILE  every row, flat, to FILE.csv or FILE.parquet"
+            "export FILE  every row, flat, to FILE.csv or FILE.parquet\n"
+            "migrate      rows of older schemas written again, shorter; readers see no change"
         ),
         example="neartie ledger list --published",
         flags=(Flag(name="published", help="the campaign's published rows too"),),
-        actions={"list": (), "show": ("RUN",), "diff": ("RUN", "RUN"), "export": ("FILE",)},
+        actions={"list": (), "show": ("RUN",), "diff": ("RUN", "RUN"), "export": ("FILE",), "migrate": ()},
     ),
     Command(
         name="variants",

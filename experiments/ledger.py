@@ -1,8 +1,9 @@
-"""`neartie ledger`: list, show, compare and export the runs on record."""
+"""`neartie ledger`: list, show, compare, export and migrate the runs on record."""
 
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from experiments.words import Flags
 from harness import ledger_view
 from harness.config import Config
 from harness.ledger import Ledger
+from harness.ledger_migrate import migrate
+from harness.ledger_schema import SCHEMA
 from harness.report import published_table
 from harness.report import text as rich_text
 from harness.text_table import text_table
@@ -79,11 +82,18 @@ def _export(ledger: Ledger, flags: Flags) -> tuple[object, str]:
     return {"path": path, "rows": count}, f"{path}: {count} rows"
 
 
+def _migrate(ledger: Ledger, flags: Flags) -> tuple[object, str]:
+    done = migrate(ledger.root)
+    text = f"{done.rows} rows written again as schema {SCHEMA}: {done.bytes_before} bytes are now {done.bytes_after}"
+    return asdict(done), "\n".join([text, *(f"left: {name}: {why}" for name, why in done.left)])
+
+
 ACTIONS: dict[str, Callable[[Ledger, Flags], tuple[object, str]]] = {
     "list": _list,
     "show": _show,
     "diff": _diff,
     "export": _export,
+    "migrate": _migrate,
 }
 
 

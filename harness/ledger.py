@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from harness import strict_json
 from harness.failure import INTERRUPTIONS, one_line, traceback_text
+from harness.ledger_pack import packed
 from harness.ledger_read import MARKER, ROW, Listing, read_folder
 from harness.ledger_schema import SCHEMA, Status, merged, shaped
 from harness.liveness import this_process
@@ -52,7 +53,7 @@ class Ledger:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.root, error) from error
-        write_once(run.marker, strict_json.dumps({"process": this_process(), "row": run.row()}))
+        write_once(run.marker, strict_json.dumps({"process": this_process(), "row": packed(run.row())}))
         return run
 
     def finish(self, run: "Run", record: Mapping[str, object]) -> dict:
@@ -116,7 +117,7 @@ class Run:
         return shaped({**self._record, **own})
 
     def finish(self, record: Mapping[str, object] | None = None) -> dict:
-        """Write the row and remove the marker; returns the row as it stands in the file.
+        """Write the row and remove the marker; returns the row as readers see it.
 
         `status` is `ok` and `wall_s` the time since `begin` unless the record says otherwise. Raises NeartieError for
         a record that does not fit (nothing is written), DeviceError when the folder can no longer be written.
@@ -126,7 +127,7 @@ class Run:
         row = self.row()
         row["status"] = row["status"] or Status.ok.name
         row["wall_s"] = time.perf_counter() - self._began_s if row["wall_s"] is None else row["wall_s"]
-        write_once(self.path, strict_json.dumps(row))
+        write_once(self.path, strict_json.dumps(packed(row)))
         self.marker.unlink(missing_ok=True)
         return row
 
@@ -153,11 +154,16 @@ class Run:
 
 
 def write_once(path: Path, payload: bytes) -> None:
+    """Put a new file in place as `replace_whole` does."""
+    assert not path.exists(), f"{path.name} exists and is never rewritten"
+    replace_whole(path, payload)
+
+
+def replace_whole(path: Path, payload: bytes) -> None:
     """Put a file in place whole or not at all, and on the disk, by a temporary name in the same folder.
 
     Raises DeviceError, naming the folder, when that fails; leaves nothing behind then.
     """
-    assert not path.exists(), f"{path.name} exists and is never rewritten"
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         try:

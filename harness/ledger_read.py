@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import strict_json
-from harness.ledger_schema import SCHEMA, Status, adopted
+from harness.ledger_forward import adopted
+from harness.ledger_schema import SCHEMA, Status
 from harness.liveness import is_running
 from variants.errors import DeviceError, NeartieError
 
@@ -41,7 +42,7 @@ def read_folder(root: Path, *, newest: int = SCHEMA) -> Listing:
     running: dict[str, dict] = {}
     unreadable: list[Unreadable] = []
     # Markers first: a run that ends between the two listings is then found as a row, never missed.
-    for path in [*_files(root, MARKER), *_files(root, ROW)]:
+    for path in [*files(root, MARKER), *files(root, ROW)]:
         try:
             alive, row = _marker(path, newest) if path.suffix == MARKER else (False, read_row(path, newest=newest))
         except NeartieError:
@@ -76,7 +77,8 @@ def _marker(path: Path, newest: int) -> tuple[bool, dict]:
     return alive, row | {"status": None, "error": None} if alive else row
 
 
-def _files(root: Path, suffix: str) -> list[Path]:
+def files(root: Path, suffix: str) -> list[Path]:
+    """The ledger's files with that suffix in order of name; raises DeviceError for a folder that cannot be read."""
     try:
         return sorted(path for path in root.iterdir() if path.suffix == suffix and not path.name.startswith("."))
     except FileNotFoundError:

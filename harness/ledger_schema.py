@@ -1,16 +1,19 @@
 """The shape of a ledger row: fixed names, one type each, the same for a run that succeeded and one that failed.
 
-A row written under an older schema is read by name. The number rises when a field changes its meaning; a field that is
-merely new needs no new number, since a missing field reads as null.
+A row written under an older schema is read by name and brought forward. The number rises when a field changes its
+meaning or its form in the file; a field that is merely new needs no new number, since a missing field reads as null.
+
+    1  the whole form in the file
+    2  the short form in the file (`ledger_pack`); no field means anything else than it did
 """
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
 
 from harness.strict_json import child
-from variants.errors import InputError, NeartieError
+from variants.errors import NeartieError
 
-SCHEMA = 1
+SCHEMA = 2
 
 ANY = object  # any JSON value
 RATE = {"median": float, "low": float, "high": float, "steps": int, "cv": float}
@@ -86,7 +89,7 @@ def shaped(record: Mapping[str, object]) -> dict[str, object]:
     """
     unknown: dict[str, object] = {}
     try:
-        row = _fill(FIELDS, record, "", unknown)
+        row = fill(FIELDS, record, "", unknown)
     except ValueError as error:
         raise NeartieError(f"record {error}") from error
     if unknown:
@@ -94,31 +97,13 @@ def shaped(record: Mapping[str, object]) -> dict[str, object]:
     return row
 
 
-def adopted(raw: Mapping[str, object], *, newest: int = SCHEMA) -> dict[str, object]:
-    """Read a stored row of this schema or an older one by name; names unknown today move to `detail["unmapped"]`.
-
-    Raises InputError for a row of a newer schema than `newest` (it may mean something else), ValueError for one that
-    is no row.
-    """
-    number = raw.get("schema")
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"schema is {number!r}, expected a whole number from 1 up")
-    if number > newest:
-        raise InputError(
-            f"ledger row {raw.get('run_id')} has schema {number}, this reader knows up to {newest}; update neartie"
-        )
-    unknown: dict[str, object] = {}
-    row = _fill(FIELDS, raw, "", unknown)
-    if row["status"] not in Status.__members__ or not row["run_id"] or not row["time_utc"]:
-        raise ValueError(f"is no row: status {row['status']!r}, run_id {row['run_id']!r}, time {row['time_utc']!r}")
-    if unknown:
-        row["detail"] = merged(_mapping(row["detail"]), {"unmapped": unknown})
-    return row
-
-
-def _fill(
+def fill(
     fields: Mapping[str, object], record: Mapping[str, object], pointer: str, unknown: dict[str, object]
 ) -> dict[str, object]:
+    """Every field of `fields` from `record`, null where it has none; what has no field goes to `unknown`, by pointer.
+
+    Raises ValueError for a wrong type.
+    """
     row = {name: _field(kind, record.get(name), child(pointer, name), unknown) for name, kind in fields.items()}
     for name in record.keys() - fields.keys():
         if pointer.removeprefix("/") in EXTENSIBLE:
@@ -132,7 +117,7 @@ def _field(kind: object, value: object, pointer: str, unknown: dict[str, object]
     if isinstance(kind, Mapping):
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"field {pointer} is {value!r}, expected a map")
-        return _fill(kind, value or {}, pointer, unknown)
+        return fill(kind, value or {}, pointer, unknown)
     if value is None or kind is ANY:
         return value
     assert isinstance(kind, type)
@@ -141,10 +126,6 @@ def _field(kind: object, value: object, pointer: str, unknown: dict[str, object]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"field {pointer} is {value!r}, expected {kind.__name__}")
     return value
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def merged(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
