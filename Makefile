@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.neartie-stamp
+# Optional engines; leave out llama or mlx where there is no wheel for the machine: their tests are then skipped.
+EXTRAS ?= transformers,llama,mlx,dev
 # More words for pip, such as an index that holds the CPU build of torch.
 PIP_ARGS ?=
 # The seven rows that the README shows; any of conf/variant/ can be named instead.
@@ -23,7 +25,7 @@ venv: $(STAMP) ## Set-up: .venv with the pinned versions (make venv PYTHON=pytho
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "neartie needs Python 3.11 or later; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[transformers,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $@
 
 gate: $(STAMP) ## Seven variants against the recorded vLLM tokens, one table

@@ -161,6 +161,21 @@ COMMANDS: tuple[Command, ...] = (
         example="neartie plan variant=bf16_stream against=f32 golden=wide",
     ),
     Command(
+        name="convert",
+        summary="a checkpoint in the form that another engine reads",
+        module="experiments.convert",
+        usage="neartie convert [model=DIR] to=gguf|hf|transformers out=PATH ...",
+        text=(
+            "gguf: one file for llama.cpp. hf: a folder in the release's names (vLLM, MLX,\n"
+            "transformers). transformers: a folder in that library's in-memory names.\n"
+            "Reads any of the folders, also what save_pretrained named wrongly; adds no BOS.\n"
+            "weights=f32|bf16|f16  of the matrices; left out: as stored, f32 for gguf\n"
+            "vocabulary=ids|text  gguf: tokens as [17], which no server merges, or as text\n"
+            "eos=reachable|unreachable  left out: unreachable for a gguf of ids alone"
+        ),
+        example="neartie convert to=gguf out=/tmp/kimi.gguf",
+    ),
+    Command(
         name="golden",
         summary="show, import, export or verify golden tokens",
         module="experiments.golden",

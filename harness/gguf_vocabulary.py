@@ -28,11 +28,14 @@ _GPT2 = {"type": "ByteLevel", "use_regex": True}
 
 
 def add_vocabulary(writer: Any, checkpoint: Checkpoint, vocabulary: Vocabulary, *, eos_reachable: bool) -> None:
-    """Write the tokenizer's metadata. Raises UsageError for texts without an end, InputError for an unknown tokenizer."""
+    """Write the tokenizer's metadata.
+
+    Raises UsageError for texts without an end, InputError for a tokenizer that llama.cpp would not read alike.
+    """
     if vocabulary is Vocabulary.text and not eos_reachable:
         raise UsageError(
-            "gguf: vocabulary=text always has an end of sequence (the server finds one by its text); add eos=reachable, "
-            "or use vocabulary=ids"
+            "gguf: vocabulary=text always has an end of sequence (the server finds one by its text); "
+            "add eos=reachable, or use vocabulary=ids"
         )
     if eos_reachable and checkpoint.config.eos_token_id is None:
         raise InputError(f"{checkpoint.path}: config.json names no eos_token_id; add it, or use eos=unreachable")

@@ -1,8 +1,8 @@
 """A checkpoint as a GGUF file of llama.cpp's architecture `kimi-linear`, written through the `gguf` package.
 
-What differs from the checkpoint: `ssm_a` is -exp(A_log); `kv_b` is split into k_b, transposed per head, and v_b, so that
-the latent is what is cached; experts are stacked; a convolution is [1, channels, 1, taps]. No tokenizer here adds a
-BOS. Source: `src/models/kimi-linear.cpp` of llama.cpp (MIT), read for names, shapes and metadata.
+What differs from the checkpoint: `ssm_a` is -exp(A_log); `kv_b` is split into k_b, transposed per head, and v_b, so
+that the latent is what is cached; experts are stacked; a convolution is [1, channels, 1, taps]. No tokenizer here adds
+a BOS. Source: `src/models/kimi-linear.cpp` of llama.cpp (MIT), read for names, shapes and metadata.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def gguf_tensors(checkpoint: Checkpoint) -> Iterator[GgufTensor]:
 def _plain(name: str, x: Tensor) -> GgufTensor:
     if name.endswith(".ssm_a"):
         heads = x.numel()
-        return GgufTensor(name, (1, 1, heads, 1), False, lambda: -torch.exp(x.float()).reshape(1, 1, heads, 1))
+        return GgufTensor(name, (1, 1, heads, 1), False, lambda: -x.double().exp().reshape(1, 1, heads, 1))
     if ".ssm_conv1d_" in name:
         shape = (1, x.shape[0], 1, x.shape[-1])
         return GgufTensor(name, shape, False, lambda: x.reshape(shape))
@@ -211,7 +211,7 @@ def _plain(name: str, x: Tensor) -> GgufTensor:
 
 
 def _split_kv_b(block: str, x: Tensor, c: ModelConfig) -> Iterator[GgufTensor]:
-    """k_b [H, latent, nope] (transposed: it is applied to the query) and v_b [H, v, latent] of kv_b [H (nope + v), latent]."""
+    """k_b [H, latent, nope], transposed since it is applied to the query, and v_b [H, v, latent]."""
     heads = x.view(c.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
     key, value = heads.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
     transposed = (c.num_heads, c.kv_lora_rank, c.qk_nope_head_dim)

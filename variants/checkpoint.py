@@ -109,7 +109,10 @@ def _match_names(files: tuple[WeightsFile, ...], config: ModelConfig) -> tuple[d
 
 def _hint(stored: str) -> str:
     if any(part in stored for part in _IN_MEMORY_PARTS):
-        return ": a name of transformers' in-memory form; save the model again with save_original_format=True"
+        return (
+            ": a name of transformers' in-memory form; convert it with `neartie convert`, or save the model again with "
+            "save_original_format=True"
+        )
     return "; config.json has no such tensor"
 
 

@@ -69,15 +69,25 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, *, max_shard_byte
     A tensor larger than a shard fills one alone. Dtypes are kept, a tied head is left out. Only one tensor at a time is
     copied to the host. Raises UsageError where the directory holds weights already.
     """
+    tensors = dict(checkpoint.tensors)
+    if checkpoint.config.tie_word_embeddings and tensors.get(HEAD) is tensors[EMBEDDING]:
+        del tensors[HEAD]
+    write_folder(path, config_fields(checkpoint.config), tensors, max_shard_bytes=max_shard_bytes)
+
+
+def write_folder(
+    path: str | Path, fields: dict[str, Any], tensors: dict[str, Tensor], *, max_shard_bytes: int | None = None
+) -> None:
+    """Write config.json of these fields (and the embedding's dtype) and the weights, under whatever names they have.
+
+    Raises UsageError where the directory holds weights already.
+    """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.glob("*.safetensors*")):
         raise UsageError(f"{path}: holds weights already; write to an empty directory")
-    tensors = dict(checkpoint.tensors)
-    if checkpoint.config.tie_word_embeddings and tensors.get(HEAD) is tensors[EMBEDDING]:
-        del tensors[HEAD]
     dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
-    _write_json(path / "config.json", {**config_fields(checkpoint.config), "dtype": dtype})
+    _write_json(path / "config.json", {**fields, "dtype": dtype})
     if max_shard_bytes is None:
         _write_file(path / SINGLE_NAME, tensors)
         return
