@@ -78,7 +78,7 @@ def rows_to(model: Model, spot: Spot) -> decode.Sequences:
 def forced_along(rows: decode.Sequences, spot: Spot) -> Tensor:
     """Logits [1, V] after the spot's tokens, bit for bit those of a walk along all of them."""
     logits = rows.start()
-    if rows.model.recipe.execution.mode is Execution.incremental:
+    if rows.model.recipe.execution.mode is not Execution.recompute:
         for token in spot.forced:
             logits = rows.after(torch.tensor([token], device=rows.model.device))
     return logits

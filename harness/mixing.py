@@ -34,7 +34,7 @@ def _parameter(name: str) -> Take:
 SETTINGS: dict[str, Take] = {
     "kv_norm_eps": _kv_eps,
     **{f"bf16_{name}": _parameter(name) for name in ("A_log", "dt_bias", "e_score_correction_bias", "weight")},
-    "execution.mode": lambda r, o: r.with_execution(mode=o.execution.mode),
+    "execution.mode": lambda r, o: r.with_execution(mode=o.execution.mode, block_size=o.execution.block_size),
     "execution.prefill_piece": lambda r, o: r.with_execution(prefill_piece=o.execution.prefill_piece),
     "cache": lambda r, o: replace(r, expanded_cache=o.expanded_cache),
     "fused_projections": lambda r, o: replace(r, fused_projections=o.fused_projections),

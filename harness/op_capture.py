@@ -18,7 +18,7 @@ from variants.model_config import ModelConfig
 from variants.recipe import Place, Recipe, Rule
 from variants.rounding import Probe, RoundAt, Step
 from variants.sites import CHUNK_SITES, EMBED, HEAD_SITES, INSIDE_ATTENTION, INTEGER, MOE_SITES, places
-from variants.state import State
+from variants.state import SLOTTED, State
 
 INNER = frozenset((*CHUNK_SITES, *INSIDE_ATTENTION))  # inside another operation: recorded where they are asked for
 
@@ -82,12 +82,13 @@ class _Record:
 
     def begin(self, step: Step) -> None:
         self.step, self.calls = step, {}
-        rows, self.carried = list(step.slots), {}
+        state, rows, self.carried = self.state, list(step.slots), {}
+        assert state is not None
         for name in CARRIED:
-            store: dict[int, Tensor] = getattr(self.state, name)
+            store: dict[int, Tensor] = getattr(state, name)
             if self.layer in store:
-                kept = store[self.layer][rows]
-                self.carried[name] = kept if name in ("conv", "recurrent") else kept[:, : max(step.starts)].clone()
+                kept = store[self.layer]
+                self.carried[name] = kept[rows] if name in SLOTTED else state.rows(kept, rows, max(step.starts))
 
     def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
         enters = (site, layer) == (EMBED, -1) if self.layer == 0 else (site, layer) == ("mlp_residual", self.layer - 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.op_capture import OpCapture, laid_out
 from harness.op_stage import Inputs, Where
-from variants.axes import Execution, ExecutionAxes
+from variants.axes import Execution, ExecutionAxes, Preempt
 from variants.dtypes import DType
 from variants.errors import DeviceError, InputError
 from variants.model_config import LayerKind, ModelConfig
@@ -26,6 +26,7 @@ from variants.recipe import Recipe, Rule, Semantics
 SCHEMA = 1
 HEADER = "neartie"
 SUFFIX = ".safetensors"
+ENUMS = {"mode": Execution, "preempt": Preempt}
 FORMATS = ("input", "accum", "output", "storage")
 
 
@@ -148,7 +149,7 @@ def _recipe(document: dict) -> Recipe:
     execution, semantics = document["execution"], document["semantics"]
     recipe = Recipe(
         rules={key: _rule(rule) for key, rule in document["sites"].items()},
-        execution=ExecutionAxes(**{**execution, "mode": Execution[execution["mode"]]}),
+        execution=ExecutionAxes(**{n: ENUMS[n][x] if n in ENUMS else x for n, x in execution.items()}),
         semantics=Semantics(
             kv_eps=semantics["kv_a_layernorm_eps"], bf16_params=frozenset(semantics["params_rounded_to_bf16"])
         ),

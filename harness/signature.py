@@ -51,7 +51,7 @@ def _on_a_grid(key: Key, error: OpError, recipe: Recipe) -> str | None:
     if key[0] not in CARRYING or key[2] != "prefill" or error.first is None or error.first[1] <= 0:
         return None
     first, piece = error.first[1], recipe.execution.prefill_piece
-    if piece and first % piece == 0 and recipe.execution.mode is Execution.incremental:
+    if piece and first % piece == 0 and recipe.execution.mode is not Execution.recompute:
         return f"first bad position {first}, a multiple of the prefill piece {piece}: state not carried into the piece"
     chunk = dict(recipe.rule("kda_core", key[1], key[2]).options).get("chunk_size")
     for grid in GRIDS if chunk is None else (chunk,):

@@ -130,10 +130,18 @@ class Param(Enum):
 
 
 class Execution(Enum):
-    """The whole prefix again at every step, or state carried from step to step."""
+    """The whole prefix again at every step, or state carried from step to step: in slots, or in slots and pages."""
 
     recompute = "recompute"
     incremental = "incremental"
+    paged = "paged"
+
+
+class Preempt(Enum):
+    """What a sequence that has to give its pages up does later: it runs again, or comes back from the host."""
+
+    recompute = "recompute"
+    offload = "offload"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +208,23 @@ class ParamAxes:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionAxes:
-    """`prefill_piece` tokens at a time (0: the whole prompt); `batch` rows run together."""
+    """`prefill_piece` tokens at a time (0: the whole prompt); `batch` rows run together.
+
+    The rest is of paged execution: `block_size` tokens a page; `pages` in all (0: enough for `batch` sequences);
+    `token_budget` tokens a step (0: no limit); `prefill_batch` prompts in one pass; `fixed_rows` fills each decode up
+    to `batch` rows; `prefix_cache` state snapshots are kept for prompts that begin alike.
+    """
 
     mode: Execution = Execution.recompute
     prefill_piece: int = 0
     batch: int = 1
+    block_size: int = 64
+    pages: int = 0
+    token_budget: int = 0
+    prefill_batch: int = 1
+    fixed_rows: bool = False
+    prefix_cache: int = 0
+    preempt: Preempt = Preempt.recompute
 
 
 @dataclass(frozen=True, kw_only=True)

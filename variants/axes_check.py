@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from variants.axes import (
     Execution,
+    ExecutionAxes,
     Gemm,
     KdaCore,
     KvCache,
@@ -11,6 +12,7 @@ from variants.axes import (
     NormRounding,
     NormVariance,
     Order,
+    Preempt,
     Store,
     Stream,
     Variant,
@@ -20,12 +22,13 @@ from variants.errors import UsageError
 Refusal = tuple[bool, str, str]
 LATENT = {MlaCore.absorbed}
 NO_ROWS = {MlaCore.dense_bf16, MlaCore.sdpa}
+PAGED_ONLY = ("block_size", "pages", "token_budget", "prefill_batch", "fixed_rows", "prefix_cache", "preempt")
 UNSHOWN = {MlaCore.dense_bf16, MlaCore.sdpa}
 
 
 def check(v: Variant) -> None:
     """Refuse a combination in which a setting has no effect or cannot run; raises UsageError for the first found."""
-    for group in (_sizes, _kda, _mla, _batch_invariant, _stream, _execution):
+    for group in (_sizes, _kda, _mla, _batch_invariant, _stream, _execution, _paged):
         for bad, setting, why in group(v):
             if bad:
                 raise UsageError(
@@ -44,6 +47,11 @@ def _sizes(v: Variant) -> Iterator[Refusal]:
     for name, value in at_least_one.items():
         yield value < 1, f"{name}={value}", "it must be at least 1"
     yield v.execution.prefill_piece < 0, f"execution.prefill_piece={v.execution.prefill_piece}", "0 means whole"
+    run = v.execution
+    for name, value, least in (("block_size", run.block_size, 1), ("pages", run.pages, 0),
+                               ("token_budget", run.token_budget, 0), ("prefill_batch", run.prefill_batch, 1),
+                               ("prefix_cache", run.prefix_cache, 0)):  # fmt: skip
+        yield value < least, f"execution.{name}={value}", f"it must be at least {least}"
 
 
 def _kda(v: Variant) -> Iterator[Refusal]:
@@ -63,7 +71,7 @@ def _mla(v: Variant) -> Iterator[Refusal]:
         "the absorbed core reads the latent",
     )
     yield (
-        mla.decode is MlaCore.flash and v.execution.mode is Execution.incremental,
+        mla.decode is MlaCore.flash and v.execution.mode is not Execution.recompute,
         "mla.decode=flash",
         "flash tiles queries and decode has one; use absorbed with kv_splits",
     )
@@ -118,3 +126,28 @@ def _execution(v: Variant) -> Iterator[Refusal]:
     for name, store in carried.items():
         yield store is not Store.keep, f"{name}={store.name}", "execution.mode=recompute carries no state"
     yield v.mla.cache is KvCache.expanded, "mla.cache=expanded", "execution.mode=recompute carries no cache"
+
+
+def _paged(v: Variant) -> Iterator[Refusal]:
+    run, plain = v.execution, ExecutionAxes()
+    for name in PAGED_ONLY:
+        changed = getattr(run, name) != getattr(plain, name) and run.mode is not Execution.paged
+        yield changed, f"execution.{name}={getattr(run, name)}", "only execution.mode=paged reads it"
+    least = run.batch + run.prefill_piece - 1
+    yield (
+        run.token_budget != 0 and (run.prefill_piece == 0 or run.token_budget < least),
+        f"execution.token_budget={run.token_budget}",
+        f"a step takes batch - 1 tokens and one prefill_piece (above 0): {least} here",
+    )
+    yield (
+        run.prefix_cache != 0 and (run.prefill_piece == 0 or run.prefill_piece % run.block_size != 0),
+        f"execution.prefix_cache={run.prefix_cache}",
+        f"a prefix ends where a piece does, at whole blocks: prefill_piece is no multiple of {run.block_size}",
+    )
+    yield (
+        run.preempt is not Preempt.recompute and run.pages == 0,
+        f"execution.preempt={run.preempt.name}",
+        "pages=0 is enough for all, and nothing is preempted",
+    )
+    yield run.prefill_batch > run.batch, f"execution.prefill_batch={run.prefill_batch}", f"batch is {run.batch}"
+    yield run.fixed_rows and run.batch == 1, "execution.fixed_rows=true", "batch is 1"

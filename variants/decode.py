@@ -96,7 +96,7 @@ class Sequences:
         """Logits after one more token a row; in recompute the whole prefix runs again from empty slots."""
         for row, token in zip(self.taken, tokens.tolist(), strict=True):
             row.append(token)
-        if self.model.recipe.execution.mode is Execution.incremental:
+        if self.model.recipe.execution.mode is not Execution.recompute:
             return decode_one_token(self.model, self.state, self.slots, tokens)
         self.state.reset(self.slots)
         return prefill(

@@ -184,8 +184,8 @@ def _unclean(model: Model, m: InSlots, target: Target) -> None:
     """States of this model hold something after `reset` that they should not."""
     fresh = model.new_state
 
-    def new_state(*, slots: int, max_len: int) -> State:
-        state = fresh(slots=slots, max_len=max_len)
+    def new_state(*, slots: int, max_len: int, pages: int | None = None) -> State:
+        state = fresh(slots=slots, max_len=max_len, pages=pages)
         clean = state.reset
 
         @torch.inference_mode()

@@ -166,7 +166,7 @@ def _latent_lands(layer: Layer, t: Target) -> None:
         def call(x: Tensor, batch: Batch, state: State) -> Tensor:
             if len(batch.slots) > 1 and min(batch.starts[:2]) > 0 and bool(t.picked(t.clock.carried())[0]):
                 store, (a, b) = state.latent[block.layer], batch.slots[:2]
-                store[a, batch.starts[0] - 1] = store[b, batch.starts[1] - 1]
+                store[state.cell(a, batch.starts[0] - 1)] = store[state.cell(b, batch.starts[1] - 1)]
             return block(x, batch, state)
 
         return call

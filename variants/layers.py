@@ -6,6 +6,7 @@ x is [B, T, D] throughout. A block is built for one layer and one phase and call
 import torch
 from torch import Tensor
 
+from variants.batch import Batch
 from variants.binding import Binder
 from variants.dtypes import store_as
 from variants.ops import kda, mla
@@ -13,7 +14,7 @@ from variants.ops.conv import CONV, next_state
 from variants.ops.norm import SIGMOID, SILU, gated_rms_norm, rms_norm
 from variants.rounding import pinned
 from variants.sites import CHUNK_SITES
-from variants.state import Batch, State, append, put
+from variants.state import State, append, carried_keys, put
 
 
 class Norm:
@@ -193,7 +194,7 @@ class MlaBlock:
         k, v = (
             self._carried_kv(fresh, batch, state)
             if self.layer in state.keys
-            else self._expand(state.latent[self.layer][batch.index, : batch.end])
+            else self._expand(carried_keys(state.latent[self.layer], batch))
         )
         home, positions = q.device, batch.positions
         q, k, v = (self._to_core(y) for y in (self.round_q(q), k, v))
@@ -214,7 +215,7 @@ class MlaBlock:
         k, v = self._expand(fresh)
         append(state.keys[self.layer], batch, k)
         append(state.values[self.layer], batch, v)
-        return state.keys[self.layer][batch.index, : batch.end], state.values[self.layer][batch.index, : batch.end]
+        return carried_keys(state.keys[self.layer], batch), carried_keys(state.values[self.layer], batch)
 
     def _absorbed(self, q: Tensor, fresh: Tensor, batch: Batch, state: State) -> Tensor:
         c, accum = self.config, self.latent_accum
@@ -222,7 +223,7 @@ class MlaBlock:
         nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
         q_latent = self.absorb(pinned(nope, accum), self.w_k)
         q_latent = pinned(self.round_q_latent(q_latent), self.accum)
-        latent = pinned(state.latent[self.layer][batch.index, : batch.end], self.accum)
+        latent = pinned(carried_keys(state.latent[self.layer], batch), self.accum)
         o = self.core(q_latent, pinned(q_pe, self.accum), latent, batch.positions, scale=self.scale,
                       rank=c.kv_lora_rank, at=self.hooks, **self.options)  # fmt: skip
         o = self.expand_out(pinned(self.round_o_latent(o), accum), self.w_v.transpose(1, 2))

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from variants.axes import Execution
+from variants.batch import Batch
 from variants.binding import Binder
 from variants.layers import KdaBlock, MlaBlock, Norm, Residual
 from variants.mlp_layers import DenseBlock, MoeBlock
 from variants.model_config import LayerKind, ModelConfig
 from variants.recipe import Recipe
 from variants.rounding import NoProbe, Probe, Step
-from variants.state import Batch, State
+from variants.state import State
 from variants.weights import Weights
 
 PHASES = ("prefill", "decode")
@@ -69,8 +71,19 @@ class Model:
         self.device = weights.casts.device
         self.phases = {p: Phase(Binder(config, recipe, weights, self.probe, -1, p)) for p in PHASES}
 
-    def new_state(self, *, slots: int, max_len: int) -> State:
-        return State(self.config, self.recipe, slots=slots, max_len=max_len, device=self.device)
+    def new_state(self, *, slots: int, max_len: int, pages: int | None = None) -> State:
+        """Empty slots; under paged execution each owns the pages that max_len needs, or none of `pages` yet."""
+        run = self.recipe.execution
+        block = run.block_size if run.mode is Execution.paged else None
+        return State(
+            self.config,
+            self.recipe,
+            slots=slots,
+            max_len=max_len,
+            device=self.device,
+            block_size=block,
+            pages=pages,
+        )
 
     @torch.inference_mode()
     def forward(

@@ -7,7 +7,7 @@ raised to a higher precision as a whole (the ladder), without a line of model co
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from variants.axes import Execution, ExecutionAxes, KvNormEps, Param, Variant
 from variants.dtypes import DType
@@ -104,15 +104,20 @@ class Recipe:
             "sites": {k: r.as_dict() for k, r in self.rules.items()},
             "exceptions": {f"{k}@{layer}": r.as_dict() for (k, layer), r in sorted(self.exceptions.items())},
             "semantics": self.semantics.as_dict(),
-            "execution": {
-                "mode": self.execution.mode.name,
-                "prefill_piece": self.execution.prefill_piece,
-                "batch": self.execution.batch,
-            },
+            "execution": self._execution(),
+            **({} if self.execution.mode is not Execution.paged else {"batch_dependent": batch_dependent(self)}),
             "cache": "expanded" if self.expanded_cache else "latent",
             "fused_projections": self.fused_projections,
             "tf32": self.tf32,
         }
+
+    def _execution(self) -> dict[str, object]:
+        run = self.execution
+        plain: dict[str, object] = {
+            "mode": run.mode.name, "prefill_piece": run.prefill_piece, "batch": run.batch}  # fmt: skip
+        if run.mode is not Execution.paged:
+            return plain
+        return {**{f.name: getattr(run, f.name) for f in fields(run)}, **plain, "preempt": run.preempt.name}
 
     @property
     def hash(self) -> str:
@@ -167,4 +172,25 @@ def _semantics(variant: Variant) -> Semantics:
 
 
 def is_incremental(recipe: Recipe) -> bool:
-    return recipe.execution.mode is Execution.incremental
+    """Whether anything is carried from step to step."""
+    return recipe.execution.mode is not Execution.recompute
+
+
+# Algorithms whose order of sums is the library's and may follow the number of rows, or an element's place among them.
+LIBRARY_ORDER = ("gemm", "gemm_columns", "bmm", "conv1d", "chunk", "recurrent_gemv", "silu", "sigmoid")
+
+
+def batch_dependent(recipe: Recipe) -> dict[str, str]:
+    """Where a token's bits may depend on the rows that run beside it: algorithm -> sites; empty if batch-invariant.
+
+    A chunk's grid counts from where a prefill piece begins, so pieces off it are named here too.
+    """
+    found: dict[str, list[str]] = {}
+    for key, rule in (*recipe.rules.items(), *((f"{k}@{n}", r) for (k, n), r in recipe.exceptions.items())):
+        name, size = rule.algorithm, dict(rule.options).get("chunk_size")
+        softmax = key.startswith("mla_core") and not name.endswith("_rows")
+        if name in LIBRARY_ORDER or softmax:
+            found.setdefault(name, []).append(key)
+        if size and key.startswith("kda_core.prefill") and recipe.execution.prefill_piece % size:
+            found.setdefault(f"pieces of {recipe.execution.prefill_piece} off the chunk grid of {size}", []).append(key)
+    return {name: " ".join(keys) for name, keys in found.items()}
