@@ -126,7 +126,7 @@ def announced(config: Config, experiment: str = "gate") -> dict[str, object]:
     settings, groups = READS[config.engine.kind]
     plain = {k: v for k, v in as_plain(config).items() if k not in {"model", "variant", "device"} - groups}
     # A server's address names somebody's machine.
-    plain["engine"] = {k: v for k, v in _mapping(plain["engine"]).items() if k in settings | {"kind"} - {"url"}}
+    plain["engine"] = {k: v for k, v in _mapping(plain["engine"]).items() if k in (settings | {"kind"}) - {"url"}}
     del plain["results"]
     return {
         "experiment": experiment,

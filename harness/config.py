@@ -19,6 +19,8 @@ class EngineKind(Enum):
     local = "local"
     transformers = "transformers"
     replay = "replay"
+    openai = "openai"
+    vllm = "vllm"
 
 
 class EngineDtype(Enum):
@@ -43,11 +45,30 @@ class Experts(Enum):
     eager = "eager"
 
 
+class Dialect(Enum):
+    """Whose extra fields a server takes: none but OpenAI's own, vLLM's, or those of llama.cpp's server."""
+
+    openai = "openai"
+    vllm = "vllm"
+    llama = "llama"
+
+
+class Feed(Enum):
+    """What a server is given as a prompt: token ids, or text, which it turns to ids itself."""
+
+    ids = "ids"
+    text = "text"
+
+
+_SERVER = ("key", "feed", "tokenizer", "concurrency", "timeout_s", "retries", "top_k")
+
 # What each kind of engine reads, beside `kind`: settings of `engine`, then groups and settings of the root.
 READS: dict[EngineKind, tuple[frozenset[str], frozenset[str]]] = {
     EngineKind.local: (frozenset(), frozenset(("model", "variant", "device"))),
     EngineKind.transformers: (frozenset(("dtype", "attention", "experts")), frozenset(("model", "device"))),
     EngineKind.replay: (frozenset(("folder", "run")), frozenset()),
+    EngineKind.openai: (frozenset((*_SERVER, "url", "served", "dialect", "stream")), frozenset()),
+    EngineKind.vllm: (frozenset(("dtype", "backend", "batch", "memory", "top_k")), frozenset(("model",))),
 }
 
 
@@ -68,8 +89,13 @@ class ModelSource:
 class EngineChoice:
     """Which engine answers; `READS` says which kind reads which setting, and any other is refused.
 
-    dtype, attention, experts: of a library. folder: a folder or a NAME.json of tokens; run: of its runs, None for the
-    candidate in it.
+    dtype, attention, experts: of a library. folder: a folder, a NAME.json or a file of tokens; run: of its runs, None
+    for the candidate in it. url: of an OpenAI-compatible server, without its /v1; served: the model's name there, None
+    for the only one; dialect: whose extra fields it takes; key: the environment variable that holds the API key; feed:
+    what prompts are sent as; tokenizer: the server's tokenizer.json, needed where it takes or gives text; concurrency:
+    requests at a time; timeout_s: for one answer; retries: of a request that failed; top_k: logprobs asked for with
+    each token, 0 for none; stream: read tokens as they come, which times them. backend: vLLM's attention; batch:
+    prompts that it is given together, 0 for all; memory: the share of the GPU that it takes.
     """
 
     kind: EngineKind = EngineKind.local
@@ -78,6 +104,20 @@ class EngineChoice:
     experts: Experts = Experts.grouped_mm
     folder: str | None = None
     run: int | None = None
+    url: str | None = None
+    served: str | None = None
+    dialect: Dialect = Dialect.openai
+    key: str = "OPENAI_API_KEY"
+    feed: Feed = Feed.ids
+    tokenizer: str | None = None
+    concurrency: int = 1
+    timeout_s: float = 120.0
+    retries: int = 3
+    top_k: int = 20
+    stream: bool = False
+    backend: str | None = None
+    batch: int = 1
+    memory: float = 0.2
 
     def __post_init__(self) -> None:
         own, _ = READS[self.kind]
@@ -85,13 +125,24 @@ class EngineChoice:
             changed = getattr(self, f.name) != f.default and f.name != "kind"
             _refuse(changed and f.name not in own, f"engine.{f.name}", f"engine={self.kind.name} does not read it")
         if self.kind is EngineKind.replay and not self.folder:
-            raise UsageError("engine=replay needs engine.folder=DIR, the folder that holds the tokens")
+            raise UsageError("engine=replay needs engine.folder=DIR, the folder or the file that holds the tokens")
+        if self.kind is EngineKind.openai and not self.url:
+            raise UsageError("engine=openai needs engine.url=http://HOST:PORT, the server without its /v1")
+        for name, least in (("concurrency", 1), ("retries", 0), ("top_k", 0), ("batch", 0), ("run", 0)):
+            value = getattr(self, name)
+            _refuse(value is not None and value < least, f"engine.{name}={value}", f"it must be {least} or more")
+        _refuse(self.timeout_s <= 0, f"engine.timeout_s={self.timeout_s}", "it must be above 0")
+        _refuse(not 0 < self.memory <= 1, f"engine.memory={self.memory}", "it is a share, above 0 and up to 1")
 
     @property
     def label(self) -> str:
         """What tells this engine's rows apart, for an engine whose arithmetic no variant names."""
         if self.kind is EngineKind.replay:
             return f"replay_{Path(self.folder or '').name.removesuffix('.json')}"
+        if self.kind is EngineKind.openai:
+            return f"openai_{self.served or 'server'}" + (f"_x{self.concurrency}" if self.concurrency > 1 else "")
+        if self.kind is EngineKind.vllm:
+            return f"vllm_{self.dtype.name}_{(self.backend or 'default').lower()}_batch{self.batch or 'ed'}"
         label = f"{self.kind.name}_{self.dtype.name}_{self.attention.name}"
         return label if self.experts is Experts.grouped_mm else f"{label}_experts_{self.experts.name}"
 

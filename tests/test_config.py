@@ -43,7 +43,9 @@ def test_every_variant_file_composes(name: str) -> None:
 def test_every_other_choice_composes(group: str) -> None:
     """Each choice of the other groups composes, given the one setting that it leaves open."""
     for name in groups()[group]:
-        needed = {"folder": ["model.path=/m"], "replay": ["engine.folder=/r"]}.get(name, [])
+        needed = {"folder": ["model.path=/m"], "replay": ["engine.folder=/r"], "openai": ["engine.url=http://a"]}.get(
+            name, []
+        )
         assert isinstance(load([f"{group}={name}", *needed]), Config)
 
 

@@ -52,4 +52,16 @@ def _replay(config: Config) -> Engine:
     return ReplayEngine(config.engine.folder, run=config.engine.run)
 
 
-_MAKERS = {"local": _local, "transformers": _transformers, "replay": _replay}
+def _openai(config: Config) -> Engine:
+    from harness.engines.openai_engine import OpenAIEngine
+
+    return OpenAIEngine.from_config(config)
+
+
+def _vllm(config: Config) -> Engine:
+    from harness.engines.vllm_engine import VllmEngine
+
+    return VllmEngine.from_config(config)
+
+
+_MAKERS = {"local": _local, "transformers": _transformers, "replay": _replay, "openai": _openai, "vllm": _vllm}

@@ -95,7 +95,7 @@ def load_model(path: str | Path, *, dtype: str, attention: str, experts: str, de
         as_loaded=dtype,
         device=device,
         model_sha256=weights_sha256(files),
-        tokenizer_sha256=_file_sha256(path / "tokenizer.json") if (path / "tokenizer.json").is_file() else None,
+        tokenizer_sha256=file_sha256(path / "tokenizer.json") if (path / "tokenizer.json").is_file() else None,
         rounded=_rounded(files, model),
         kernels=bound_kernels(library),
     )
@@ -165,12 +165,13 @@ def weight_files(path: Path) -> list[Path]:
 def weights_sha256(files: list[Path]) -> str:
     """SHA-256 of one file, or, as in `variants.checkpoint`, of the shards' sorted lines "<sha256>  <name>"."""
     if [file.name for file in files] == ["model.safetensors"]:
-        return _file_sha256(files[0])
-    lines = sorted(f"{_file_sha256(file)}  {file.name}\n" for file in files)
+        return file_sha256(files[0])
+    lines = sorted(f"{file_sha256(file)}  {file.name}\n" for file in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _file_sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
