@@ -48,12 +48,38 @@ SITE_FUNCTIONS = {
     "o_norm": {"sigmoid": "norm.gated_rms_norm", "sigmoid_lanes": "norm.gated_rms_norm"},
 }
 
+# What each kernel implementation is at a site, or at every site of an algorithm; a swallowed site has none of its own.
+KERNELS = {
+    "triton": {
+        "gemm": "linear_triton.gemm",
+        "rms_norm": "norm_triton.rms_norm",
+        "o_norm": "norm_triton.gated_rms_norm",
+        "short_conv": "conv_triton.short_conv",
+        "kda_core recurrent": "kda_triton.recurrent",
+        "kda_core chunk": "kda_chunk_triton.chunk",
+        "mla_core": "mla_triton.tiles",
+        "o_latent": "mla_triton.absorbed",
+        "routed": "moe_triton.experts",
+    },
+    "fla": {
+        "rms_norm": "fla_kernels.rms_norm",
+        "o_norm": "fla_kernels.gated_rms_norm",
+        "short_conv": "fla_kernels.short_conv",
+        "kda_core recurrent": "fla_kernels.recurrent",
+        "kda_core chunk": "fla_kernels.chunk",
+    },
+}
+
 # Sites whose value is computed together with that of the site before them, at whose place it is seen.
 JOINED = ("k_l2norm",)
 
 
 def expected_function(site: str, rule: Rule) -> str:
     """The function of `variants.ops` that a rule's algorithm is at a site, "" where none of ours is."""
+    if rule.impl != "torch":
+        algorithm = "rms_norm" if rule.algorithm.startswith("rms_norm") else rule.algorithm
+        table = {} if rule.inside else KERNELS[rule.impl]
+        return next((table[key] for key in (site, f"{site} {rule.algorithm}", algorithm) if key in table), "")
     if rule.algorithm.startswith("rms_norm"):
         return "norm.rms_norm"
     return SITE_FUNCTIONS.get(site, FUNCTIONS).get(rule.algorithm, "")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -20,7 +21,6 @@ from harness.implementations import JOINED, expected_function
 from variants import decode
 from variants.dtypes import DType, dtype_of, narrowest_holding
 from variants.model import Model
-from variants.ops import conv, kda, linear, mla, moe, norm
 from variants.recipe import Recipe, Rule
 from variants.rounding import NoProbe, RoundAt, Step
 from variants.sites import INTEGER, rule_key
@@ -36,7 +36,7 @@ MOVES = {
     "chunk", "contiguous", "flatten", "unflatten", "take_along_dim", "index_fill", "constant_pad_nd", "reshape",
     "scalar_tensor", "ones", "_reshape_alias", "lift_fresh",
 }  # fmt: skip
-OPS = {m.__name__: m for m in (conv, kda, linear, mla, moe, norm)}
+OPS = "variants.ops."
 # Algorithms that only move or choose values: what leaves may be as narrow as what arrived.
 MOVING = {"copy", "operand", "gather", "top_k_lowest_id"}
 MIN_ELEMENTS = 16  # fewer values may fit a narrow format by chance
@@ -44,7 +44,10 @@ MIN_ELEMENTS = 16  # fewer values may fit a narrow format by chance
 
 @dataclass
 class SiteObservation:
-    """One (site, phase) over the layers: dtypes by name, the formats of the values, operations and our functions."""
+    """One (site, phase) over the layers: dtypes by name, the formats of the values, operations and our functions.
+
+    launches: "function of ours/kernel:dtypes of its tensors" of every Triton kernel.
+    """
 
     arrives: set[str] = field(default_factory=set)
     leaves: set[str] = field(default_factory=set)
@@ -53,9 +56,10 @@ class SiteObservation:
     arithmetic: set[str] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)
     devices: set[str] = field(default_factory=set)
+    launches: set[str] = field(default_factory=set)
 
     def as_dict(self) -> dict[str, list[str]]:
-        return {k: sorted(v) for k, v in vars(self).items()}
+        return {k: sorted(v) for k, v in vars(self).items() if v or k != "launches"}
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,15 @@ class _Dispatched(TorchDispatchMode):
         super().__init__()
         self.arithmetic: set[str] = set()
         self.functions: set[str] = set()
+        self.launches: set[str] = set()
         self.sequence = hashlib.sha256()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         first = out[0] if isinstance(out, tuple | list) and out else out
+        if first is None:  # an operation of another library that writes into what it is given
+            first = next((x for x in args if isinstance(x, Tensor)), None)
         if name not in MOVES and isinstance(first, Tensor) and first.dtype in FLOATS:
             dtype = FLOATS[first.dtype].name
             self.arithmetic.add(f"{name}:{dtype}")
@@ -114,9 +121,15 @@ class _Dispatched(TorchDispatchMode):
                 self.functions.add(f"{caller}:{dtype}")
         return out
 
-    def take(self) -> tuple[set[str], set[str]]:
-        taken = self.arithmetic, self.functions
-        self.arithmetic, self.functions = set(), set()
+    def launched(self, kernel: str, tensors: list[Tensor], settings: str) -> None:
+        """A Triton kernel is about to run; what torch's dispatch sees of it is at most its buffers."""
+        dtypes = sorted({FLOATS[x.dtype].name for x in tensors if x.dtype in FLOATS})
+        self.launches.add(f"{_calling_op()}/{kernel}:{','.join(dtypes)}")
+        self.sequence.update(f"{kernel} {dtypes} {[tuple(x.shape) for x in tensors]} {settings}\n".encode())
+
+    def take(self) -> tuple[set[str], set[str], set[str]]:
+        taken = self.arithmetic, self.functions, self.launches
+        self.arithmetic, self.functions, self.launches = set(), set(), set()
         return taken
 
 
@@ -125,7 +138,7 @@ def _calling_op() -> str | None:
     frame, found = sys._getframe(1), None
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module in OPS and not frame.f_code.co_name.startswith("<"):
+        if module.startswith(OPS) and not frame.f_code.co_name.startswith("<"):
             found = f"{module.rsplit('.', 1)[-1]}.{frame.f_code.co_name}"
         frame = frame.f_back
     return found
@@ -144,7 +157,7 @@ class ObserveProbe:
 
     def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
         def seen(x: Tensor) -> Tensor:
-            arithmetic, functions = self.dispatched.take()
+            arithmetic, functions, launches = self.dispatched.take()
             y = x if rounding is None else rounding(x)
             if site not in INTEGER:
                 with _disable_current_modes():  # looking at a value is not part of what ran
@@ -152,6 +165,7 @@ class ObserveProbe:
             place = self.places.setdefault(f"{site}.{self.phase}@{layer}", SiteObservation())
             place.arithmetic |= arithmetic
             place.functions |= functions
+            place.launches |= launches
             self.dispatched.take()
             return y
 
@@ -177,9 +191,21 @@ def observe(recipe: Recipe, casts: Casts, prompt: Sequence[int], *, wrap: object
     inner = wrap or NoProbe()
     both = _Both(probe, inner)  # pyright: ignore[reportArgumentType]
     model = Model(casts.checkpoint.config, recipe, Weights(casts, recipe.semantics), probe=both)
-    with dispatched:
+    with dispatched, _launches(recipe, dispatched):
         decode.steps(model, [list(prompt)] * recipe.execution.batch, 2, lambda _, logits: decode.greedy(logits))
     return Observed(probe.places, tuple(contradictions(recipe, probe.places)), dispatched.sequence.hexdigest())
+
+
+@contextmanager
+def _launches(recipe: Recipe, dispatched: _Dispatched) -> Iterator[None]:
+    """Watch Triton's launches; a process that has not imported triton launches none."""
+    if recipe.implementations == {"torch"} and "triton" not in sys.modules:
+        yield
+        return
+    from harness.launches_triton import watched
+
+    with watched(dispatched.launched):
+        yield
 
 
 class _Both:
@@ -223,9 +249,12 @@ def _contradicts(rule: Rule, seen: SiteObservation) -> list[str]:
 
 
 def _undeclared(rule: Rule, seen: SiteObservation) -> list[str]:
-    """Arithmetic in another dtype than declared, or values narrower than anything declared."""
+    """Arithmetic in another dtype than declared, or values narrower than anything declared.
+
+    Around a kernel torch only prepares its operands.
+    """
     lines = []
-    dtypes = {a.rsplit(":", 1)[1] for a in seen.arithmetic}
+    dtypes = {a.rsplit(":", 1)[1] for a in seen.arithmetic} if rule.impl == "torch" else set()
     if dtypes and rule.accum.name not in dtypes:
         lines.append(f"computed in {_list(dtypes)}, declared {rule.accum.name}")
     floor = rule.output or rule.accum
@@ -244,8 +273,13 @@ def _lost(rule: Rule, seen: SiteObservation) -> list[str]:
 
 
 def _another_function(site: str, rule: Rule, seen: SiteObservation, *, joined: bool) -> list[str]:
-    """Another function of ours than declared, or that one in another dtype."""
+    """Another function of ours than declared, or that one in another dtype; a kernel where none was declared."""
     expected = expected_function(site, rule)
+    if rule.impl == "torch" and seen.launches:
+        return [f"ran {_list({x.split(':')[0] for x in seen.launches})}, declared impl torch"]
+    if rule.impl != "torch" and expected:
+        ran = {x.split("/")[0] for x in seen.launches} | {f.split(":")[0] for f in seen.functions}
+        return [] if expected in ran else [f"ran {_list(ran)}, declared {expected} (impl {rule.impl})"]
     if not expected or (joined and not seen.arithmetic):  # the first of a joined product stands for all
         return []
     dtypes = {f.split(":")[1] for f in seen.functions if f.split(":")[0] == expected}

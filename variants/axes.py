@@ -85,6 +85,18 @@ class MlaCore(Enum):
     sdpa = "sdpa"
 
 
+class ChunkForm(Enum):
+    """How the chunked core rounds inside: nothing but what `override` names, or as vLLM's or fla's kernels do.
+
+    The engines' forms round every site inside a chunk to bf16, take some products at TF32 and place the query's scale
+    their own way: they are forms of kernels, and `impl.kda` must name one that has them.
+    """
+
+    plain = "plain"
+    vllm = "vllm"
+    fla = "fla"
+
+
 class KvCache(Enum):
     """What is carried of MLA: the latent, expanded again at every step, or keys and values expanded once."""
 
@@ -129,6 +141,16 @@ class Param(Enum):
     bf16 = "bf16"
 
 
+class Impl(Enum):
+    """Who computes an operation: torch, our Triton kernels, fla's, vLLM's, or torch's own fused attention."""
+
+    torch = "torch"
+    triton = "triton"
+    fla = "fla"
+    vllm = "vllm"
+    sdpa = "sdpa"
+
+
 class Execution(Enum):
     """The whole prefix again at every step, or state carried from step to step: in slots, or in slots and pages."""
 
@@ -158,6 +180,7 @@ class KdaAxes:
     prefill: KdaCore = KdaCore.island_f64
     decode: KdaCore = KdaCore.island_f64
     chunk_size: int = 64
+    chunk_form: ChunkForm = ChunkForm.plain
     inputs: Store = Store.keep
     outputs: Store = Store.keep
     state: Store = Store.keep
@@ -207,6 +230,19 @@ class ParamAxes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImplAxes:
+    """The implementation of each operation; `variants.kernels.KERNELS` says which there are."""
+
+    kda: Impl = Impl.torch
+    mla: Impl = Impl.torch
+    conv: Impl = Impl.torch
+    norms: Impl = Impl.torch
+    experts: Impl = Impl.torch
+    router: Impl = Impl.torch
+    linear: Impl = Impl.torch
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExecutionAxes:
     """`prefill_piece` tokens at a time (0: the whole prompt); `batch` rows run together.
 
@@ -252,6 +288,7 @@ class Variant:
     moe: MoeAxes = field(default_factory=MoeAxes)
     elementwise: ElementwiseAxes = field(default_factory=ElementwiseAxes)
     params: ParamAxes = field(default_factory=ParamAxes)
+    impl: ImplAxes = field(default_factory=ImplAxes)
     logits: Store = Store.f32
     execution: ExecutionAxes = field(default_factory=ExecutionAxes)
     override: dict[str, SiteOverride] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from variants.axes import (
+    ChunkForm,
     Execution,
     ExecutionAxes,
     Gemm,
@@ -56,7 +57,9 @@ def _sizes(v: Variant) -> Iterator[Refusal]:
 
 def _kda(v: Variant) -> Iterator[Refusal]:
     chunked = KdaCore.chunk in (v.kda.prefill, v.kda.decode)
+    form, name = v.kda.chunk_form, f"kda.chunk_form={v.kda.chunk_form.name}"
     yield v.kda.chunk_size != 64 and not chunked, f"kda.chunk_size={v.kda.chunk_size}", "no chunk core"
+    yield form is not ChunkForm.plain and not chunked, name, "no chunk core"
 
 
 def _mla(v: Variant) -> Iterator[Refusal]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-from variants.dtypes import DType, round_to
+from variants.dtypes import DType, round_to, store_as
+from variants.kernels import kernel
 from variants.model_config import ModelConfig
 from variants.ops.linear import LINEAR
 from variants.recipe import Recipe, Rule
@@ -35,6 +37,8 @@ class Binder:
         return _same if bound is None else bound
 
     def maybe(self, site: str, arrives: DType | None = None) -> RoundAt | None:
+        if self.rule(site).inside:  # its kernel rounds there, and nobody sees the value
+            return None
         return round_at(self.recipe, self.probe, (site, self.layer), phase=self.phase, arrives=arrives)
 
     def hooks(self, *sites: str) -> dict[str, RoundAt]:
@@ -46,14 +50,25 @@ class Binder:
         """A parameter in the dtype that the site computes in."""
         return self.weights.get(f"model.layers.{self.layer}.{name}", self.rule(site).accum)
 
+    def held(self, site: str) -> DType:
+        """The format in which a product's weight lies in memory: that of its sum, or a kernel's operand."""
+        rule = self.rule(site)
+        return rule.accum if rule.impl == "torch" else rule.input or rule.accum
+
+    def kernel(self, operation: str, site: str) -> Callable[..., Any] | None:
+        """What binds an operation that a kernel computes (`variants.kernels`), None where torch computes it."""
+        impl = self.rule(site).impl
+        return None if impl == "torch" else kernel(operation, impl)
+
     def linear(self, site: str, name: str) -> Linear:
         """A product with the layer's weight `name`; the operand is brought to the dtype that the product runs in."""
-        rule, full = self.rule(site), f"model.layers.{self.layer}.{name}.weight"
-        return self.product(site, self.weights.get(full, rule.accum, operand=rule.input))
+        full = f"model.layers.{self.layer}.{name}.weight"
+        return self.product(site, self.weights.get(full, self.held(site), operand=self.rule(site).input))
 
     def product(self, site: str, weight: Tensor) -> Linear:
         rule, weight = self.rule(site), self._laid_out(site, weight)
-        multiply, operand, rounding = LINEAR[rule.algorithm], _operand(rule), self.maybe(site, rule.accum)
+        multiply, operand = self._multiply(site), _operand(rule, self.held(site))
+        rounding = self.maybe(site, _made(rule))
         if rounding is None:
             return lambda x: multiply(operand(x), weight)
         return lambda x: rounding(multiply(operand(x), weight))
@@ -65,16 +80,21 @@ class Binder:
             return lambda x: tuple(f(x) for f in each)
         rule = self.rule(next(iter(names)))
         full = tuple(f"model.layers.{self.layer}.{name}.weight" for name in names.values())
-        weight = self._laid_out(next(iter(names)), self.weights.cat(full, rule.accum, operand=rule.input))
+        first = next(iter(names))
+        weight = self._laid_out(first, self.weights.cat(full, self.held(first), operand=rule.input))
         sizes = [self.weights.casts.checkpoint.tensors[n].shape[0] for n in full]
-        multiply, operand = LINEAR[rule.algorithm], _operand(rule)
-        rounding = [self.maybe(site, rule.accum) for site in names]
+        multiply, operand = self._multiply(first), _operand(rule, self.held(first))
+        rounding = [self.maybe(site, _made(rule)) for site in names]
 
         def fused(x: Tensor) -> tuple[Tensor, ...]:
             parts = multiply(operand(x), weight).split(sizes, -1)
             return tuple(p if r is None else r(p) for p, r in zip(parts, rounding, strict=True))
 
         return fused
+
+    def _multiply(self, site: str) -> Callable[[Tensor, Tensor], Tensor]:
+        bind = self.kernel("router" if site == "router" else "linear", site)
+        return LINEAR[self.rule(site).algorithm] if bind is None else bind(self.rule(site))
 
     def _laid_out(self, site: str, weight: Tensor) -> Tensor:
         return self.weights.casts.by_columns(weight) if self.rule(site).algorithm == "gemm_columns" else weight
@@ -83,8 +103,18 @@ class Binder:
         return replace(self, layer=layer)
 
 
-def _operand(rule: Rule) -> RoundAt:
-    """What a product reads: the operand in the dtype that the product runs in, through a narrower declared format."""
+def _made(rule: Rule) -> DType:
+    """The format in which a product's result arrives at its site: torch's own, or as a kernel stored it."""
+    return rule.accum if rule.impl == "torch" else rule.storage or rule.accum
+
+
+def _operand(rule: Rule, held: DType) -> RoundAt:
+    """What a product reads: the operand in the dtype that the product runs in, through a narrower declared format.
+
+    A kernel reads the declared format itself (`held`).
+    """
+    if rule.impl != "torch":
+        return lambda x: x if x.dtype == held.torch else store_as(x, held)
     accum, narrow = rule.accum, rule.input
     if narrow is None or narrow.precision >= accum.precision:
         return lambda x: pinned(x, accum)

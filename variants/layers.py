@@ -25,6 +25,8 @@ class Norm:
         self.accum, self.eps = rule.accum, eps
         self.weight = b.weights.get(name, rule.accum)
         self.round = b.at(site, None)
+        bind = b.kernel("rms_norm", site)
+        self.normalize = self._normalize if bind is None else bind(b, site, self.weight, eps)
         self.between = self.round if rule.algorithm.endswith("_twice") else None
         self.source = rule.algorithm.removeprefix("rms_norm_").removesuffix("_twice")
         store = rule.storage
@@ -32,10 +34,12 @@ class Norm:
             self.between = lambda y: store_as(y, store)
 
     def __call__(self, stored: Tensor, unrounded: Tensor) -> Tensor:
+        return self.round(self.normalize(stored, unrounded))
+
+    def _normalize(self, stored: Tensor, unrounded: Tensor) -> Tensor:
         variance_of = stored if self.source == "stored" else unrounded
         value = pinned(stored, self.accum) if self.source == "mixed" else None
-        y = rms_norm(pinned(variance_of, self.accum), self.weight, self.eps, value=value, between=self.between)
-        return self.round(y)
+        return rms_norm(pinned(variance_of, self.accum), self.weight, self.eps, value=value, between=self.between)
 
 
 class Residual:
@@ -68,6 +72,8 @@ class KdaBlock:
         self._bind_core(b)
         self.o_norm_weight = b.parameter("self_attn.o_norm.weight", "o_norm")
         self.norm_accum, self.round_o = b.rule("o_norm").accum, b.at("o_norm")
+        bind = b.kernel("gated_rms_norm", "o_norm")
+        self.gated_norm = self._gated_norm if bind is None else bind(b, self.o_norm_weight, self.eps)
         self.o_in, self.o_proj = b.at("o_proj_in"), b.linear("o_proj", "self_attn.o_proj")
 
     def _bind_conv(self, b: Binder) -> None:
@@ -78,6 +84,8 @@ class KdaBlock:
         self.round_state, self.round_sum = b.at("conv_state"), b.at("conv_sum", self.conv_accum)
         self.silu = SILU[b.rule("short_conv").algorithm]
         self.silu_accum, self.round_conv = b.rule("short_conv").accum, b.at("short_conv")
+        bind = b.kernel("short_conv", "short_conv")
+        self.convolve = self._convolve if bind is None else bind(b, self.conv_weight)
 
     def _bind_gates(self, b: Binder) -> None:
         self.gate_accum, self.beta_accum = b.rule("decay_gate").accum, b.rule("beta").accum
@@ -96,36 +104,54 @@ class KdaBlock:
         self.norm_dtype = b.rule("q_l2norm").accum
         self.round_q, self.round_k, self.round_v = b.at("q_l2norm"), b.at("k_l2norm"), b.at("kda_v")
         self.round_core, self.round_carry = b.at("kda_core", self.accum), b.at("kda_state")
+        bind = b.kernel("delta_rule", "kda_core")
+        self.delta_rule = self._delta_rule if bind is None else bind(b, (self.a_log, self.dt_bias))
+        self.raw = {s for s in ("q_l2norm", "decay_gate", "beta") if b.rule(s).inside}  # what the kernel takes raw
 
     def __call__(self, x: Tensor, batch: Batch, state: State) -> Tensor:
         q, k, v, f, gate, beta = self.project(self.operand(x))
         qk, v = self._short_conv(torch.cat([q, k, v], -1), batch, state)
         g = self._decay(self.f_b(self.f_b_in(f)))
-        beta = self.round_beta(self.beta_sigmoid(pinned(beta, self.beta_accum)))
-        o = self._delta_rule(qk, v, g, beta, batch, state)
+        if "beta" not in self.raw:
+            beta = self.round_beta(self.beta_sigmoid(pinned(beta, self.beta_accum)))
+        q, k = self._normalized(qk)
+        o = self.delta_rule(q, k, self.round_v(v), g, beta, batch, state)
         gate = self.g_b(self.g_b_in(gate)).unflatten(-1, (self.heads, self.v_dim))
+        return self.o_proj(self.o_in(self.round_o(self.gated_norm(o, gate)).flatten(-2)))
+
+    def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         gate = self.gate_sigmoid(pinned(gate, self.norm_accum))
-        o = gated_rms_norm(pinned(o, self.norm_accum), self.o_norm_weight, gate, eps=self.eps)
-        return self.o_proj(self.o_in(self.round_o(o).flatten(-2)))
+        return gated_rms_norm(pinned(o, self.norm_accum), self.o_norm_weight, gate, eps=self.eps)
 
     def _short_conv(self, raw: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
         """q and k as [B, T, 2 H, K] and v [B, T, H, V], after convolution and SiLU."""
+        mixed = self.convolve(raw, batch, state)
+        qk, v = mixed.split([2 * self.heads * self.k_dim, self.heads * self.v_dim], -1)
+        return qk.unflatten(-1, (2 * self.heads, -1)), v.unflatten(-1, (self.heads, -1))
+
+    def _convolve(self, raw: Tensor, batch: Batch, state: State) -> Tensor:
         carried = state.conv[self.layer][batch.index]
         window = torch.cat([carried.to(raw.dtype), raw], 1)
         put(state.conv, self.layer, batch, self.round_state(next_state(window, list(batch.lengths), self.width - 1)))
         mixed = self.round_sum(self.conv(pinned(window, self.conv_accum), self.conv_weight))
-        mixed = self.round_conv(self.silu(pinned(mixed, self.silu_accum)))
-        qk, v = mixed.split([2 * self.heads * self.k_dim, self.heads * self.v_dim], -1)
-        return qk.unflatten(-1, (2 * self.heads, -1)), v.unflatten(-1, (self.heads, -1))
+        return self.round_conv(self.silu(pinned(mixed, self.silu_accum)))
 
     def _decay(self, f: Tensor) -> Tensor:
+        if "decay_gate" in self.raw:
+            return f.unflatten(-1, (self.heads, self.k_dim))
         f = pinned(f, self.gate_accum).unflatten(-1, (self.heads, self.k_dim))
         return self.round_g(kda.decay_gate(f, self.a_log, self.dt_bias))
 
-    def _delta_rule(self, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State) -> Tensor:
+    def _normalized(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        if "q_l2norm" in self.raw:
+            q, k = qk.chunk(2, 2)
+            return q, k
         q, k = kda.l2norm(pinned(qk, self.norm_dtype)).chunk(2, 2)
-        q, k = self.round_q(q), self.round_k(k)
-        v = self.round_v(v)
+        return self.round_q(q), self.round_k(k)
+
+    def _delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State
+    ) -> Tensor:
         if batch.real is not None:  # a token that is not real neither writes nor decays, even where it is not finite
             pad = ~batch.real[..., None]
             k, v, g = (y.masked_fill(pad.unsqueeze(-1), 0) for y in (k, v, g))
@@ -151,9 +177,11 @@ class MlaBlock:
         self.operand = b.at("attn_in")
         self.project = b.linears(mla_q_proj="self_attn.q_proj", kv_a_proj="self_attn.kv_a_proj_with_mqa")
         self.norm_rule = b.rule("kv_a_norm")
+        bind = b.kernel("rms_norm", "kv_a_norm")
         self.norm_weight = b.parameter("self_attn.kv_a_layernorm.weight", "kv_a_norm")
         self.eps = b.recipe.semantics.kv_eps or c.rms_norm_eps
         self.round_norm, self.round_cache = b.at("kv_a_norm"), b.at("kv_cache")
+        self.normalize = self._normalize if bind is None else bind(b, "kv_a_norm", self.norm_weight, self.eps)
         store = self.norm_rule.storage
         twice = self.norm_rule.algorithm.endswith("_twice") and store is not None
         self.between = (lambda y: store_as(y, store)) if twice and store else None
@@ -171,6 +199,9 @@ class MlaBlock:
         self.attend = self._absorbed if latent else self._expanded
         self.core = (mla.LATENT_CORES if latent else mla.CORES)[rule.algorithm]
         self.hooks = b.hooks("mla_scores", "mla_probs")
+        bind = b.kernel("absorbed", "o_latent") if latent else b.kernel("flash", "mla_core")
+        bound = None if bind is None else bind(b)
+        self.flash, self.over_latent = bound or self._flash, bound or self._over_latent
         self.round_core = b.at("mla_core", rule.accum)
         self.round_q_latent, self.round_o_latent = b.at("q_latent"), b.at("o_latent")
         self.latent_accum = b.rule("q_latent").accum
@@ -183,12 +214,15 @@ class MlaBlock:
         q, kv = self.project(self.operand(x))
         q = q.unflatten(-1, (self.config.num_heads, self.config.qk_head_dim))
         latent, k_pe = kv.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
-        accum = self.norm_rule.accum
-        latent = self.round_norm(rms_norm(pinned(latent, accum), self.norm_weight, self.eps, between=self.between))
+        latent = self.round_norm(self.normalize(latent, latent))
         fresh = self.round_cache(torch.cat([latent, k_pe], -1))  # in the wider dtype of the two
         append(state.latent[self.layer], batch, fresh)
         o = self.attend(q, fresh, batch, state)
         return self.o_proj(self.o_in(o.flatten(-2)))
+
+    def _normalize(self, latent: Tensor, _: Tensor) -> Tensor:
+        x = pinned(latent, self.norm_rule.accum)
+        return rms_norm(x, self.norm_weight, self.eps, between=self.between)
 
     def _expanded(self, q: Tensor, fresh: Tensor, batch: Batch, state: State) -> Tensor:
         k, v = (
@@ -196,11 +230,12 @@ class MlaBlock:
             if self.layer in state.keys
             else self._expand(carried_keys(state.latent[self.layer], batch))
         )
-        home, positions = q.device, batch.positions
-        q, k, v = (self._to_core(y) for y in (self.round_q(q), k, v))
-        positions = positions.to(q.device)
-        o = self.core(q, k, v, positions, scale=self.scale, at=self.hooks, **self.options)
-        return self.round_core(o).to(home)
+        return self.round_core(self.flash(self.round_q(q), k, v, batch)).to(q.device)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        q, k, v = (self._to_core(y) for y in (q, k, v))
+        positions = batch.positions.to(q.device)
+        return self.core(q, k, v, positions, scale=self.scale, at=self.hooks, **self.options)
 
     def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of latent [B, L, R + P]: the product with kv_b_proj, k_pe shared by all heads."""
@@ -221,13 +256,15 @@ class MlaBlock:
         c, accum = self.config, self.latent_accum
         q = self.round_q(q)
         nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
-        q_latent = self.absorb(pinned(nope, accum), self.w_k)
-        q_latent = pinned(self.round_q_latent(q_latent), self.accum)
-        latent = pinned(carried_keys(state.latent[self.layer], batch), self.accum)
-        o = self.core(q_latent, pinned(q_pe, self.accum), latent, batch.positions, scale=self.scale,
-                      rank=c.kv_lora_rank, at=self.hooks, **self.options)  # fmt: skip
+        q_latent = self.round_q_latent(self.absorb(pinned(nope, accum), self.w_k))
+        o = self.over_latent(q_latent, q_pe, batch, state)
         o = self.expand_out(pinned(self.round_o_latent(o), accum), self.w_v.transpose(1, 2))
         return self.round_core(o)
+
+    def _over_latent(self, q_latent: Tensor, q_pe: Tensor, batch: Batch, state: State) -> Tensor:
+        latent = pinned(carried_keys(state.latent[self.layer], batch), self.accum)
+        return self.core(pinned(q_latent, self.accum), pinned(q_pe, self.accum), latent, batch.positions,
+                         scale=self.scale, rank=self.config.kv_lora_rank, at=self.hooks, **self.options)  # fmt: skip
 
     def _to_core(self, x: Tensor) -> Tensor:
         return pinned(x.cpu() if self.island else x, self.accum)

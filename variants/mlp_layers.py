@@ -53,24 +53,28 @@ class MoeBlock:
 
     def _bind_experts(self, b: Binder, name: str) -> None:
         up, down, count = b.rule("expert_gate_up"), b.rule("expert_down"), b.config.num_experts
-        w13 = b.weights.experts(name, ("w1", "w3"), count, up.accum, operand=up.input)
-        w2 = b.weights.experts(name, ("w2",), count, down.accum, operand=down.input)
+        w13 = b.weights.experts(name, ("w1", "w3"), count, b.held("expert_gate_up"), operand=up.input)
+        w2 = b.weights.experts(name, ("w2",), count, b.held("expert_down"), operand=down.input)
+        routed = b.rule("routed")
+        bind = b.kernel("experts", "routed")
+        self.routed = self._routed if bind is None else bind(b, w13, w2)
+        self.round_routed = b.at("routed", routed.accum if bind is None else routed.storage or routed.accum)
+        if bind is not None:
+            return
         self.up = [b.product("expert_gate_up", w) for w in w13]
         self.down = [b.product("expert_down", w) for w in w2]
         self.act_accum, self.silu = b.rule("expert_act").accum, SILU[b.rule("expert_silu").algorithm]
         self.round_silu, self.round_act = b.at("expert_silu", self.act_accum), b.at("expert_act", self.act_accum)
         self.down_in = b.at("expert_down_in")
         self.out_accum, self.round_out = b.rule("expert_out").accum, b.at("expert_out", b.rule("expert_out").accum)
-        routed = b.rule("routed")
-        self.sum, self.round_routed = moe.SUM[routed.algorithm], b.at("routed", routed.accum)
+        self.sum = moe.SUM[routed.algorithm]
         rounding = routed.output
         self.round_each = (lambda y: round_to(y, rounding)) if routed.option("round_each") and rounding else None
 
     def __call__(self, x: Tensor) -> Tensor:
         ids, weights = self._route(x.flatten(0, 1))
         x = self.operand(x)
-        out = self._experts(x.flatten(0, 1), ids) * weights.to(self.out_accum.torch).unsqueeze(-1)
-        routed = self.round_routed(self.sum(pinned(self.round_out(out), self.out_accum), ids, self.round_each))
+        routed = self.round_routed(self.routed(x.flatten(0, 1), ids, weights))
         routed = pinned(routed.view(*x.shape[:2], -1), self.sum_accum)
         total = routed if self.shared is None else routed + pinned(self.shared(x), self.sum_accum)
         return self.round_combine(total)
@@ -81,6 +85,10 @@ class MoeBlock:
         ids = self.round_ids(moe.top_k_lowest_id(scores + self.bias, self.config.experts_per_token))
         chosen = scores.gather(-1, ids)
         return ids, self.round_weights(self.weigh(chosen, self.config.routed_scaling_factor, self.config.renormalize))
+
+    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = self._experts(x, ids) * weights.to(self.out_accum.torch).unsqueeze(-1)
+        return self.sum(pinned(self.round_out(out), self.out_accum), ids, self.round_each)
 
     def _experts(self, x: Tensor, ids: Tensor) -> Tensor:
         """Each token through its chosen experts: x [N, D], ids [N, k] -> [N, k, D] in the dtype of the weighting."""

@@ -48,7 +48,7 @@ class Phase:
         self.final_norm = Norm(head, "final_norm", "model.norm.weight", config.rms_norm_eps)
         self.head_in = head.at("lm_head_in")
         rule = head.rule("lm_head")
-        self.head = head.product("lm_head", b.weights.get("lm_head.weight", rule.accum, operand=rule.input))
+        self.head = head.product("lm_head", b.weights.get("lm_head.weight", head.held("lm_head"), operand=rule.input))
 
     def __call__(self, tokens: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
         """Residual stream after the last layer, as stored and unrounded: tokens [B, T] -> two of [B, T, D]."""

@@ -15,6 +15,7 @@ from variants.model_config import ModelConfig
 from variants.sites import rule_key
 
 Place = tuple[str, int]
+NARROW_OPTIONS = ("form", "tf32")  # of a kernel: how it rounds inside where that is less than float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,8 @@ class Rule:
     input: format of the operands (None: as they arrive). accum: format in which the operation runs; a product run as
     bf16 accumulates inside the library. output: format of the values that leave (None: as computed). storage: format of
     the buffer, wider than `output` where values are rounded in place. options: sizes that name the algorithm fully.
+    impl: who computes it (`variants.axes.Impl`). inside: the site whose kernel swallows this one, "" where the value
+    of this site is seen; a swallowed site still says how the kernel rounds there.
     """
 
     input: DType | None = None
@@ -33,19 +36,30 @@ class Rule:
     algorithm: str = "elementwise"
     impl: str = "torch"
     options: tuple[tuple[str, int], ...] = ()
+    inside: str = ""
 
     def option(self, name: str) -> int:
         return dict(self.options)[name]
 
     def at_least(self, dtype: DType) -> "Rule":
-        """This rule with every format narrower than `dtype` raised to it."""
-        return replace(self, **{f: _raise(getattr(self, f), dtype) for f in ("input", "accum", "output", "storage")})
+        """This rule with every format narrower than `dtype` raised to it.
+
+        A kernel's own form of rounding (TF32 products) is narrower than float32, and no kernel has float64: from there
+        on torch computes.
+        """
+        formats = {f: _raise(getattr(self, f), dtype) for f in ("input", "accum", "output", "storage")}
+        if self.impl == "torch" or dtype.precision < DType.f32.precision:
+            return replace(self, **formats)
+        options = tuple(o for o in self.options if o[0] not in NARROW_OPTIONS)
+        torch = {"impl": "torch", "inside": ""} if dtype.precision > DType.f32.precision else {}
+        return replace(self, **formats, **torch, options=options)
 
     def as_dict(self) -> dict[str, object]:
         names = {
             f: getattr(self, f).name if getattr(self, f) else "keep" for f in ("input", "accum", "output", "storage")
         }
-        return {**names, "algorithm": self.algorithm, "impl": self.impl, **dict(self.options)}
+        inside = {"inside": self.inside} if self.inside else {}
+        return {**names, "algorithm": self.algorithm, "impl": self.impl, **inside, **dict(self.options)}
 
 
 def _raise(dtype: DType | None, floor: DType) -> DType | None:
@@ -120,6 +134,11 @@ class Recipe:
         return {**{f.name: getattr(run, f.name) for f in fields(run)}, **plain, "preempt": run.preempt.name}
 
     @property
+    def implementations(self) -> frozenset[str]:
+        """Names of all implementations (`variants.axes.Impl`) that some site uses."""
+        return frozenset(r.impl for r in (*self.rules.values(), *self.exceptions.values()))
+
+    @property
     def hash(self) -> str:
         """SHA-256 of the resolved recipe in canonical JSON."""
         text = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
@@ -147,14 +166,17 @@ def _walk(path: str, a: object, b: object) -> Iterable[dict[str, object]]:
 
 def resolve(variant: Variant, config: ModelConfig) -> Recipe:
     """Bind a variant to a model's geometry; raises UsageError for an override without a site or without effect."""
+    from variants.impl_rules import check_inside, implemented
     from variants.rules import build_rules
     from variants.site_overrides import exceptions
 
-    rules = build_rules(variant, config)
+    rules = implemented(variant, build_rules(variant, config))
+    changed = exceptions(variant, config, rules)
+    check_inside(changed)
     return Recipe(
         rules=rules,
         execution=variant.execution,
-        exceptions=exceptions(variant, config, rules),
+        exceptions=changed,
         semantics=_semantics(variant),
         expanded_cache=variant.mla.cache.name == "expanded",
         fused_projections=variant.fused_projections,

@@ -20,6 +20,7 @@ from variants import decode
 from variants.axes import Variant
 from variants.checkpoint import load_checkpoint
 from variants.errors import EngineError, InputError, UsageError
+from variants.kernels import check_environment
 from variants.model import Model
 from variants.recipe import Recipe, resolve
 from variants.rounding import Probe
@@ -39,6 +40,7 @@ class LocalEngine:
         self.recipe = resolve(variant, casts.checkpoint.config)
         if self.recipe.tf32 and casts.device == "cpu":
             raise UsageError("variant: tf32=true has no effect on the cpu; remove it or run on cuda")
+        check_environment(self.recipe.implementations, casts.device)
         self._shapes: set[tuple[str, int]] = set()
         self._model: Model | None = None
 

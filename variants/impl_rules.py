@@ -1,0 +1,227 @@
+"""What an implementation other than torch does to the rules: which sites a kernel swallows, and how it rounds inside.
+
+A swallowed site keeps its rule, so that the recipe says how the kernel rounds there, and `inside` names the site at
+which its value comes out. A kernel sums in float32 whatever it reads. What a kernel cannot round is refused here,
+before anything is loaded, with what would work.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import NoReturn
+
+from variants.axes import ChunkForm, Impl, ImplAxes, KdaCore, MlaCore, NormVariance, Store, Variant
+from variants.dtypes import DType
+from variants.errors import UsageError
+from variants.kernels import choices, has
+from variants.recipe import Rule
+from variants.sites import CHUNK_SITES, rule_key
+
+Rules = dict[str, Rule]
+PHASES = ("prefill", "decode")
+EXPERT_SITES = ("expert_gate_up", "expert_silu", "expert_act", "expert_down_in", "expert_down", "expert_out")
+L2_SITES = ("q_l2norm", "k_l2norm")
+# Swallowed sites at which a kernel can round; at the others it keeps float32.
+ROUNDED_INSIDE = {*EXPERT_SITES, *CHUNK_SITES, *(f"{s}.prefill" for s in L2_SITES)}
+# What the engines' own chunked kernels store in bf16 inside a chunk: everything that has a name there.
+CHUNK_FORMS: dict[ChunkForm, DType | None] = {
+    ChunkForm.plain: None,
+    ChunkForm.vllm: DType.bf16,
+    ChunkForm.fla: DType.bf16,
+}
+FORM_NUMBER = {form: number for number, form in enumerate(ChunkForm)}
+KDA_FORMS: dict[Impl, tuple[ChunkForm, ...]] = {
+    Impl.triton: tuple(ChunkForm),
+    Impl.fla: (ChunkForm.fla,),
+    Impl.vllm: (ChunkForm.vllm,),
+}
+GATES = {Impl.triton: ("decay_gate", "beta"), Impl.fla: ("decay_gate",), Impl.vllm: ("decay_gate",)}
+TILED = {Impl.triton: (MlaCore.flash, MlaCore.absorbed)}
+
+
+def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:
+    """The rules of a variant with every operation given to the implementation that its axes name.
+
+    Raises UsageError for a choice that there is not, or that rounds in another way than the recipe says.
+    """
+    out = dict(rules)
+    if variant.kda.chunk_form is not ChunkForm.plain and variant.impl.kda is Impl.torch:
+        raise UsageError(
+            f"variant.kda.chunk_form={variant.kda.chunk_form.name}: torch has no products in TF32; set "
+            "impl.kda=triton, or name single roundings inside a chunk by override"
+        )
+    for axis in fields(ImplAxes):
+        impl = getattr(variant.impl, axis.name)
+        if not has(axis.name, impl):
+            _refuse(axis.name, impl, f"there is none; choose {', '.join(choices(axis.name))}")
+        if impl is not Impl.torch:
+            out |= _AXES[axis.name](variant, impl, out)
+    return out
+
+
+def check_inside(exceptions: Mapping[tuple[str, int], Rule]) -> None:
+    """Refuse a rounding that an override asks for inside a kernel that cannot do it."""
+    for (key, layer), rule in exceptions.items():
+        if rule.inside and key not in ROUNDED_INSIDE and not _wide(rule.output):
+            raise UsageError(
+                f"variant.override.{key} at layer {layer}: impl {rule.impl} computes it inside {rule.inside} and keeps "
+                "float32 there; choose impl torch for that operation, or remove the override"
+            )
+
+
+def _linear(v: Variant, impl: Impl, rules: Rules) -> Rules:
+    other = ("router", "expert_gate_up", "expert_down")
+    if v.weights_by_column:
+        _refuse("linear", impl, "weights_by_column is a layout of torch's products; remove it")
+    return {k: _product(v, "linear", impl, r) for k, r in rules.items() if _is_product(r) and k not in other}
+
+
+def _router(v: Variant, impl: Impl, rules: Rules) -> Rules:
+    return {"router": _product(v, "router", impl, rules["router"])}
+
+
+def _is_product(rule: Rule) -> bool:
+    return rule.algorithm.startswith("gemm")
+
+
+def _product(v: Variant, axis: str, impl: Impl, rule: Rule, *, inside: str = "") -> Rule:
+    """A product of operands in their own format, summed in float32 and rounded once to its storage."""
+    if rule.accum is DType.f64:
+        _refuse(axis, impl, "no kernel multiplies float64; set gemm and moe.router to f32 or narrower")
+    options = (("tf32", 1),) if v.tf32 and rule.input is DType.f32 else ()
+    return replace(rule, accum=DType.f32, algorithm="gemm", impl=impl.name, inside=inside, options=options)
+
+
+def _norms(v: Variant, impl: Impl, rules: Rules) -> Rules:
+    _float32("norms", impl, rules["input_norm"])
+    if v.norm.variance is NormVariance.mixed:
+        _refuse(
+            "norms", impl, "it normalises the tensor whose variance it takes; set norm.variance=stored or pre_store"
+        )
+    if impl is Impl.fla and any(r.algorithm.endswith("_twice") for r in rules.values()):
+        _refuse("norms", impl, "it rounds once; set norm.rounding=once")
+    keys = [k for k, r in rules.items() if r.algorithm.startswith("rms_norm")]
+    out = {k: replace(rules[k], impl=impl.name) for k in keys}
+    return out | {"o_norm": replace(rules["o_norm"], impl=impl.name, algorithm="sigmoid")}
+
+
+def _conv(v: Variant, impl: Impl, rules: Rules) -> Rules:
+    _float32("conv", impl, rules["short_conv"])
+    if not _wide(rules["conv_sum"].output):
+        _refuse("conv", impl, "it rounds once, after SiLU; set elementwise.conv=once")
+    return {
+        "conv_state": replace(rules["conv_state"], impl=impl.name),
+        "conv_sum": replace(rules["conv_sum"], impl=impl.name, inside="short_conv"),
+        "short_conv": replace(rules["short_conv"], impl=impl.name, algorithm="silu"),
+    }
+
+
+def _kda(v: Variant, impl: Impl, rules: Rules) -> Rules:
+    cores = {p: getattr(v.kda, p) for p in PHASES}
+    _float32("kda", impl, rules["decay_gate"])
+    for phase, core in cores.items():
+        if core not in (KdaCore.recurrent, KdaCore.chunk):
+            _refuse("kda", impl, f"it has no {core.name}; set kda.{phase} to recurrent or chunk")
+    if v.kda.state not in (Store.keep, Store.f32):
+        _refuse("kda", impl, "it carries a float32 state; set kda.state=f32 or keep")
+    chunked = KdaCore.chunk in cores.values()
+    if chunked and v.kda.chunk_size != 64:
+        _refuse("kda", impl, "its chunks have 64 tokens; set kda.chunk_size=64")
+    if chunked and v.kda.chunk_form not in KDA_FORMS[impl]:
+        _refuse("kda", impl, f"its chunks round as {KDA_FORMS[impl][0].name} does; set kda.chunk_form to that")
+    gates = [s for s in GATES[impl] if _wide(rules[s].output)]
+    out = {s: replace(rules[s], impl=impl.name, inside="kda_core") for s in gates}
+    out["kda_state"] = replace(rules["kda_state"], impl=impl.name)
+    out |= {f"kda_core.{p}": _core(v, impl, rules[f"kda_core.{p}"], core) for p, core in cores.items()}
+    out |= {k: r for p, core in cores.items() for k, r in _l2norms(v, impl, rules, p, core).items()}
+    if chunked:
+        inner = CHUNK_FORMS[v.kda.chunk_form]
+        stored = {"output": inner, "storage": inner} if inner else {}
+        out |= {s: replace(rules[s], impl=impl.name, inside="kda_core", **stored) for s in CHUNK_SITES}
+    return out
+
+
+def _core(v: Variant, impl: Impl, rule: Rule, core: KdaCore) -> Rule:
+    form = (("form", FORM_NUMBER[v.kda.chunk_form]),) if v.kda.chunk_form is not ChunkForm.plain else ()
+    options = (*rule.options, *form) if core is KdaCore.chunk else rule.options
+    return replace(rule, impl=impl.name, algorithm=core.name, options=options)
+
+
+def _l2norms(v: Variant, impl: Impl, rules: Rules, phase: str, core: KdaCore) -> Rules:
+    """The chunked kernels store normalised q and k as named, the step by step ones keep them in float32."""
+    keys = [rule_key(s, phase) for s in L2_SITES]
+    given = {k: replace(rules[k], impl=impl.name, inside="kda_core") for k in keys}
+    if core is KdaCore.chunk:
+        inner = CHUNK_FORMS[v.kda.chunk_form]
+        if impl is Impl.fla and rules["short_conv"].storage is not inner:  # it stores what it reads
+            if rules[keys[0]].output is not inner:
+                _refuse("kda", impl, "its chunks read bf16; set kda.inputs=bf16, or gemm=bf16")
+            return {}
+        return given if inner is None else {k: replace(r, output=inner, storage=inner) for k, r in given.items()}
+    return {k: r for k, r in given.items() if _wide(r.output)}
+
+
+def _mla(v: Variant, impl: Impl, rules: Rules) -> Rules:
+    if impl is Impl.sdpa:
+        return _sdpa(v, impl, rules)
+    _float32("mla", impl, rules["kv_a_norm"])
+    out: Rules = {}
+    for phase in PHASES:
+        core = getattr(v.mla, phase)
+        if core not in TILED.get(impl, tuple(MlaCore)):
+            _refuse("mla", impl, f"it has no {core.name}; set mla.{phase} to flash or absorbed")
+        rule = rules[f"mla_core.{phase}"]
+        probs = replace(rules[f"mla_probs.{phase}"], impl=impl.name)
+        out[f"mla_probs.{phase}"] = replace(probs, inside="o_latent" if core is MlaCore.absorbed else "mla_core")
+        if core is MlaCore.absorbed:
+            out["o_latent"] = replace(rules["o_latent"], impl=impl.name)
+        else:
+            out[f"mla_core.{phase}"] = replace(rule, impl=impl.name, algorithm=core.name)
+    return out
+
+
+def _sdpa(v: Variant, impl: Impl, rules: Rules) -> Rules:
+    """torch's own fused attention in place of its dense core: in the recipe the algorithm `sdpa` of impl torch."""
+    if v.batch_invariant:
+        _refuse("mla", impl, "it has no row-by-row form; set batch_invariant=false")
+    out: Rules = {}
+    for phase in PHASES:
+        core = getattr(v.mla, phase)
+        if core not in (MlaCore.dense_f32, MlaCore.dense_bf16):
+            _refuse("mla", impl, f"it has no {core.name}; set mla.{phase} to dense_f32 or dense_bf16")
+        if core is MlaCore.dense_f32 and v.mla.probs is not Store.keep:
+            _refuse("mla", impl, "it shows no probabilities; set mla.probs=keep")
+        out[f"mla_core.{phase}"] = replace(rules[f"mla_core.{phase}"], algorithm="sdpa")
+    return out
+
+
+def _experts(v: Variant, impl: Impl, rules: Rules) -> Rules:
+    out = {s: replace(rules[s], impl=impl.name, inside="routed") for s in EXPERT_SITES}
+    for s in ("expert_gate_up", "expert_down"):
+        out[s] = _product(v, "experts", impl, rules[s], inside="routed")
+    return out | {"routed": replace(rules["routed"], impl=impl.name)}
+
+
+def _float32(axis: str, impl: Impl, rule: Rule) -> None:
+    if rule.accum is not DType.f32:
+        _refuse(
+            axis, impl, f"it computes in float32 and the recipe in {rule.accum.name}; set stream to f32 or narrower"
+        )
+
+
+def _wide(output: DType | None) -> bool:
+    return output is None or output.precision >= DType.f32.precision
+
+
+def _refuse(axis: str, impl: Impl, why: str) -> NoReturn:
+    raise UsageError(f"variant.impl.{axis}={impl.name}: {why}, or choose impl.{axis}=torch")
+
+
+_AXES: dict[str, Callable[[Variant, Impl, Rules], Rules]] = {
+    "kda": _kda,
+    "mla": _mla,
+    "conv": _conv,
+    "norms": _norms,
+    "experts": _experts,
+    "router": _router,
+    "linear": _linear,
+}

@@ -1,0 +1,110 @@
+"""Which implementations of an operation there are besides torch's, and where each is: one line an entry.
+
+An entry names a function of one module, which is imported when a variant asks for it and never before. The function
+binds one place: it reads the rules that say how the kernel rounds (`variants.impl_rules`), refuses with one line what
+the kernel cannot do, and returns what the layer calls. short_conv and delta_rule pass their result through their site
+themselves (`Binder.at`), and then what the slots carry; the layer does so for all others. What each returns, with rows
+as in `Batch`:
+
+- linear(rule) -> f(x, weight): x and weight [N, K] in the rule's input format; the result in its storage.
+- rms_norm(b, site, weight, eps) -> f(stored, unrounded): the norm of a residual sum, which arrives both ways.
+- gated_rms_norm(b, weight, eps) -> f(o, gate): o, gate [B, T, H, V], the gate before its sigmoid.
+- short_conv(b, weight) -> f(raw, batch, state): raw [B, T, C] before the convolution, C = q, k and v; the result after
+  SiLU; the slots' inputs are updated in place.
+- delta_rule(b, gate) -> f(q, k, v, g, beta, batch, state): q and k [B, T, H, K] raw where `q_l2norm` is inside, g the
+  gate's projection where `decay_gate` is, beta before its sigmoid where `beta` is; the slots' states are updated in
+  place. gate: (A_log [H, 1], dt_bias [H, K]).
+- flash(b) -> f(q, k, v, batch): keys and values expanded, [B, L, H, .]; the result [B, T, H, V].
+- absorbed(b) -> f(q_latent, q_pe, batch, state): over the slots' latent; the result o_latent [B, T, H, R].
+- experts(b, w13, w2) -> f(x, ids, weights): x [N, D], ids and float32 weights [N, k]; the routed sum [N, D].
+"""
+
+import importlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from variants.axes import Impl
+from variants.errors import DeviceError, UsageError
+
+TRITON = "variants.bind_triton"
+FLA = "variants.bind_fla"
+
+# (operation, implementation): module and function. An axis of `ImplAxes` covers the operations of OPERATIONS.
+KERNELS: dict[tuple[str, Impl], str] = {
+    ("linear", Impl.triton): f"{TRITON}:linear",
+    ("router", Impl.triton): f"{TRITON}:linear",
+    ("rms_norm", Impl.triton): f"{TRITON}:rms_norm",
+    ("gated_rms_norm", Impl.triton): f"{TRITON}:gated_rms_norm",
+    ("short_conv", Impl.triton): f"{TRITON}:short_conv",
+    ("delta_rule", Impl.triton): f"{TRITON}:delta_rule",
+    ("flash", Impl.triton): f"{TRITON}:flash",
+    ("absorbed", Impl.triton): f"{TRITON}:absorbed",
+    ("experts", Impl.triton): f"{TRITON}:experts",
+    ("rms_norm", Impl.fla): f"{FLA}:rms_norm",
+    ("gated_rms_norm", Impl.fla): f"{FLA}:gated_rms_norm",
+    ("short_conv", Impl.fla): f"{FLA}:short_conv",
+    ("delta_rule", Impl.fla): f"{FLA}:delta_rule",
+}
+OPERATIONS: dict[str, tuple[str, ...]] = {
+    "kda": ("delta_rule",),
+    "mla": ("flash", "absorbed"),
+    "conv": ("short_conv",),
+    "norms": ("rms_norm", "gated_rms_norm"),
+    "experts": ("experts",),
+    "router": ("router",),
+    "linear": ("linear",),
+}
+# What an implementation needs: a package, and what to do where it is not there.
+PACKAGES = {
+    Impl.triton: ("triton", "pip install triton"),
+    Impl.fla: ("fla", "pip install neartie[fla]"),
+    Impl.vllm: ("vllm", "install vLLM 0.26 beside neartie"),
+}
+
+
+def has(axis: str, impl: Impl) -> bool:
+    """Whether an axis of `ImplAxes` may be set to this implementation."""
+    if impl is Impl.sdpa:  # torch's own, by another of its functions
+        return axis == "mla"
+    return impl is Impl.torch or any((op, impl) in KERNELS for op in OPERATIONS[axis])
+
+
+def choices(axis: str) -> tuple[str, ...]:
+    """The implementations that an axis may name."""
+    return tuple(impl.name for impl in Impl if has(axis, impl))
+
+
+def kernel(operation: str, impl: str) -> Callable[..., Any]:
+    """The function that binds an operation; imports its module. Raises UsageError where there is none."""
+    entry = KERNELS.get((operation, Impl[impl]))
+    if entry is None:
+        there = ", ".join(i.name for o, i in KERNELS if o == operation)
+        raise UsageError(f"impl {impl} has no {operation}; choose torch{there and ', '}{there}")
+    module, _, function = entry.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def check_environment(impls: frozenset[str], device: str) -> None:
+    """Raise DeviceError, in one line, for an implementation whose package or device is not there.
+
+    impls: names of `Impl` that a recipe uses. device: where the weights are, `cpu` or `cuda:0`. Our Triton kernels also
+    run on the CPU under Triton's interpreter, which TRITON_INTERPRET=1 chooses before the start.
+    """
+    for name in sorted(impls):
+        package, remedy = PACKAGES.get(Impl[name], ("torch", "pip install torch"))
+        if find_spec(package) is None:
+            raise DeviceError(
+                f"impl {name} needs the package {package}, which is not installed: {remedy}, or choose torch"
+            )
+        if name == Impl.torch.name or device != "cpu":
+            continue
+        if name != Impl.triton.name:
+            raise DeviceError(f"impl {name} needs a CUDA device, got {device}: set device=cuda, or choose impl torch")
+        from variants.ops.launch_triton import INTERPRETED
+
+        if not INTERPRETED:
+            raise DeviceError(
+                "impl triton needs a CUDA device, got cpu: set device=cuda, set TRITON_INTERPRET=1 before the start to "
+                "run it slowly on the CPU, or choose impl torch"
+            )
