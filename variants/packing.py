@@ -27,7 +27,7 @@ def unpacked(y: Tensor, batch: Batch) -> Tensor:
 
 
 def ragged_of(batch: Batch) -> "Ragged":
-    """The batch's rows that have tokens, as the Triton kernels read them; steps alike in lengths and slots share one."""
+    """The rows that have tokens, as the Triton kernels read them; steps alike in lengths and slots share one."""
     rows = [(n, s) for n, s in zip(batch.lengths, batch.slots, strict=True) if n]
     return _ragged(tuple(n for n, _ in rows), tuple(s for _, s in rows), batch.positions.device)
 
