@@ -121,6 +121,25 @@ COMMANDS: tuple[Command, ...] = (
         words=("FILE",),
     ),
     Command(
+        name="capture",
+        summary="K greedy runs of an engine become a golden, or replace one",
+        module="experiments.capture",
+        usage="neartie capture golden=NAME [engine=E] [prompts=FILE] [runs=K] ...",
+        text=(
+            "The bar is decided by the K runs; repeats, rows together and a cold prefix cache\n"
+            "are held against run 0. What is not plain greedy is refused. Goes on where a\n"
+            "capture stopped. golden=runs/mine writes runs/mine.json and runs/mine.npz.\n"
+            "prompts=gate  a golden's, FILE.txt (a text a line) or FILE.jsonl\n"
+            "max_tokens=16 runs=3 logprobs=20 eos=ignored|stop bos=true"
+        ),
+        example="neartie capture engine=transformers prompts=gate golden=runs/hf",
+        flags=(
+            Flag(name="why", value="REASON", help="replace an existing golden; the old one is kept beside it"),
+            Flag(name="who", value="NAME", help="who replaces it"),
+            Flag(name="compared", value="WORDS", help="what old and new code gave here, if the environment moved"),
+        ),
+    ),
+    Command(
         name="explain",
         summary="what a variant computes at each site; how two variants differ",
         module="experiments.explain",

@@ -155,7 +155,10 @@ def _moved(golden: Golden, info: EngineInfo, environment: Mapping[str, object] |
     """What moved since the same engine made the golden; another engine's golden was never made here."""
     if environment is None or golden.provenance.get("engine") != info.name:
         return []
-    return environment_differs(golden, environment)
+    moved = environment_differs(golden, environment)
+    # A golden that a user has on disk, as an argument of the command that would replace it.
+    command = f"neartie capture golden={golden.path} engine=... --why=REASON --compared=WORDS"
+    return [*moved, f"what that shows goes into the golden when it is captured again: {command}"] if moved else []
 
 
 def _doubts(golden: Golden) -> list[str]:

@@ -6,8 +6,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-import numpy as np
-
 from harness.golden_data import Golden
 from harness.golden_io import write_golden
 from variants.errors import InputError
@@ -42,26 +40,28 @@ def environment_differs(golden: Golden, environment: Mapping[str, Any]) -> list[
 
 def rebless(
     golden: Golden,
-    new_tokens: np.ndarray,
+    made: Golden,
     *,
     who: str,
     why: str,
     environment: Mapping[str, Any],
     compared: str | None = None,
 ) -> Golden:
-    """Replaces the golden's tokens [K, N, T] on disk and keeps the old files as NAME-<hash>.json and .npz.
+    """Puts `made` in the golden's place on disk and keeps the old files as NAME-<hash>.json and .npz.
 
     Where the environment moved, `compared` must say what running old and new code here showed. The record of who,
-    why, when and both stamps is appended to provenance["blessed"]. Top logprobs belong to the old run and are dropped.
-    Raises InputError when one of these is missing or the golden is no NAME.json.
+    why, when and both stamps is appended to provenance["blessed"]. Raises InputError when one of these is missing, when
+    the golden is no NAME.json, or when `made` is of other prompts.
     """
     if golden.path is None or golden.path.suffix != ".json":
         raise InputError(f"golden {golden.name}: only a NAME.json on disk can be re-blessed; write it first")
     if not who.strip() or not why.strip():
         raise InputError("re-blessing needs who and why; they are kept in the golden")
+    if made.battery_hash != golden.battery_hash:
+        raise InputError(f"golden {golden.name}: the new one is of other prompts; capture it under a name of its own")
     moved = environment_differs(golden, environment)
     if moved and not (compared or "").strip():
-        raise InputError(f"{'; '.join(moved)}; then say what that showed (compared=...)")
+        raise InputError(f"{'; '.join(moved)}; then say what that showed (--compared=WORDS)")
     blessed = {
         "who": who,
         "why": why,
@@ -71,13 +71,11 @@ def rebless(
         "environment_before": environment_stamp(golden),
         "environment_after": dict(environment),
     }
-    kept = {key: value for key, value in golden.provenance.items() if key not in STAMP_KEYS}
+    stamped = isinstance(made.provenance.get("environment"), Mapping)
+    kept = {key: value for key, value in made.provenance.items() if stamped or key not in STAMP_KEYS}
     history = [*golden.provenance.get("blessed", []), blessed]
     new = replace(
-        golden,
-        tokens=np.asarray(new_tokens),
-        top_ids=None,
-        top_logprobs=None,
+        made,
         provenance={**kept, "environment": dict(environment), "blessed": history},
     )
     _keep_old(golden)

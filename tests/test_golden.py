@@ -432,9 +432,11 @@ def test_moved_environment_asks_for_the_comparison_first(tmp_path: Path) -> None
     assert said == ["environment differs: compare old and new code here first", "torch: golden 2.11.0, here 2.13.0"]
     assert "no stamp" in environment_differs(make([[[1]]]), here)[0]
     with pytest.raises(InputError, match="compare old and new code here first"):
-        rebless(golden, np.array([[[1, 3]]]), who="a", why="b", environment=here)
+        rebless(golden, replace(golden, tokens=np.array([[[1, 3]]])), who="a", why="b", environment=here)
     with pytest.raises(InputError, match="needs who and why"):
-        rebless(golden, np.array([[[1, 3]]]), who=" ", why="b", environment=here, compared="equal")
+        rebless(
+            golden, replace(golden, tokens=np.array([[[1, 3]]])), who=" ", why="b", environment=here, compared="equal"
+        )
     assert load_golden(golden.path or "").hash == golden.hash
 
 
@@ -442,7 +444,14 @@ def test_reblessing_keeps_the_old_golden_and_both_stamps(tmp_path: Path) -> None
     """A new golden carries who, why, when and both environments; the old one stays readable beside it."""
     old = write_golden(make([[[1, 2]]], provenance={"torch": "2.11.0", "engine": "x"}), tmp_path / "g")
     here = {"torch": "2.13.0", "git": "def"}
-    new = rebless(old, np.array([[[1, 3]]]), who="ann", why="torch moved", environment=here, compared="both give 3")
+    new = rebless(
+        old,
+        replace(old, tokens=np.array([[[1, 3]]])),
+        who="ann",
+        why="torch moved",
+        environment=here,
+        compared="both give 3",
+    )
     read = load_golden(tmp_path / "g.json")
     assert read.hash == new.hash != old.hash
     assert read.tokens.tolist() == [[[1, 3]]]
@@ -455,7 +464,7 @@ def test_reblessing_keeps_the_old_golden_and_both_stamps(tmp_path: Path) -> None
     assert environment_differs(read, here) == []
     assert "torch" not in read.provenance  # the old stamp is history, not a second opinion
     assert load_golden(tmp_path / f"g-{old.hash[:12]}.json").hash == old.hash
-    again = rebless(read, np.array([[[1, 4]]]), who="bob", why="fixed", environment=here)
+    again = rebless(read, replace(read, tokens=np.array([[[1, 4]]])), who="bob", why="fixed", environment=here)
     assert [b["who"] for b in again.provenance["blessed"]] == ["ann", "bob"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from harness.config import DeviceChoice
 from harness.engines.assets import checkpoint_folder
 from harness.engines.logits import ScoreTable
+from harness.engines.prompt_text import tokenizer_class
 from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
 from harness.numerics import check_device, policy
 from harness.observe import Observed, observe
@@ -65,8 +67,18 @@ class LocalEngine:
             full_logits=True,
             precisions=("bf16", "f16", "f32", "f64"),
             taps=True,
+            top_logprobs=None,
+            batch=self.variant.execution.batch,
+            tokenizer_class=tokenizer_class(checkpoint.path),
             sampling={"temperature": 0.0},
         )
+
+    def arms(self) -> dict[str, LocalEngine]:
+        """Four rows together: another shape of every product, which must not matter to a batch-invariant engine."""
+        if self.variant.execution.batch != 1:
+            return {}
+        together = replace(self.variant, execution=replace(self.variant.execution, batch=4))
+        return {"4 rows together": LocalEngine(self.casts, together, name=self.name, device=self.device)}
 
     def build(self, *, recipe: Recipe | None = None, probe: Probe | None = None, patch: Patch | None = None) -> Model:
         """A model over this checkpoint: by default this variant's, else under another recipe, watched or patched."""
