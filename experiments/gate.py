@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ def _gate(config: Config, row: Run) -> GateResult:
         recipe = resolve(config.variant, load_config(checkpoint_folder(config.model.path)))
         row.add({"variant_hash": recipe.hash, "recipe": {"declared": recipe.as_dict()}})
     engine = make_engine(config)
+    golden = with_gaps(golden, engine)
     row.add({"model_hash": engine.info.model_sha256})
     with ExitStack() as stack:
         if isinstance(engine, LocalEngine):
@@ -91,17 +92,25 @@ def _gate(config: Config, row: Run) -> GateResult:
             stack.callback(engine.casts.drop)
             check_vocabulary(golden, engine.casts.checkpoint.config.vocab_size)
             _refuse(observe_engine(engine, golden, row))
-        return run_gate(golden, engine, require=config.require, environment=here, **_known(config, golden, engine))
+        return run_gate(golden, engine, require=config.require, environment=here, **known_of(config, golden, engine))
 
 
-def _known(config: Config, golden: Golden, engine: Engine) -> dict[str, Any]:
+def known_of(config: Config, golden: Golden, engine: Engine) -> dict[str, Any]:
     """What `run_gate` can be told of this engine: the prompts that its tokens are of, or its model's vocabulary."""
     if isinstance(engine, ReplayEngine):
-        return {"prompts": engine.prompts[: len(golden.prompts)]}
+        return {"prompts": engine.prompts and engine.prompts[: len(golden.prompts)]}
     if "model" not in READS[config.engine.kind][1]:
         return {}
     folder = checkpoint_folder(config.model.path)
     return {"vocab_size": load_config(folder).vocab_size, "text": texts(folder / "tokenizer.json")}
+
+
+def with_gaps(golden: Golden, engine: Engine) -> Golden:
+    """The golden beside the gaps that were recorded with a replayed run, where it has none of its own."""
+    if golden.recorded is not None or not isinstance(engine, ReplayEngine):
+        return golden
+    recorded = engine.recorded_for(golden)
+    return golden if recorded is None else replace(golden, recorded=recorded)
 
 
 def observe_engine(engine: LocalEngine, golden: Golden, row: Run) -> tuple[str, ...]:

@@ -5,15 +5,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.gate import announced, observe_engine, texts
+from experiments.gate import announced, known_of, observe_engine, texts, with_gaps
 from experiments.words import Flags
 from harness import strict_json
 from harness.calibration import Calibration, shipped_calibration
 from harness.compose import named_variant
-from harness.config import Config, EngineKind
+from harness.config import READS, Config, EngineKind
 from harness.engines import make_engine
 from harness.engines.assets import checkpoint_folder
 from harness.engines.local import LocalEngine, shared_casts
+from harness.engines.protocol import Engine
 from harness.gate import GateResult, part_of, run_gate
 from harness.golden import Golden, load_golden
 from harness.ledger import Ledger, Run
@@ -21,10 +22,13 @@ from harness.numerics import check_device, policy
 from harness.pregate import check_vocabulary
 from harness.provenance import environment
 from harness.verdict import RunClass, Verdict
-from harness.verdict_run import Question, check_engine, judge_run
+from harness.verdict_outside import OutsideQuestion, judge_outside
+from harness.verdict_run import Checked, Question, judge_run
+from harness.verdict_tokens import judge_tokens
 from variants.errors import InputError, UsageError
 from variants.model_config import ModelConfig
 from variants.recipe import Recipe, is_incremental, resolve
+from variants.weights import Casts
 
 DEFECT = 1
 # A library in bf16 or f32 is taken to compute as the variant of this name, with the checkpoint's own semantics.
@@ -35,19 +39,21 @@ TAKEN_FOR = {"bf16": "bf16_engine", "f16": "bf16_engine", "f32": "f32"}
 class Settings(Config):
     """members: of the envelope and the expected score. reference: variant that stands for the golden's engine.
 
-    declared: variant that a library engine is taken to compute as; None for that of its dtype.
+    declared: variant that an engine which is none of ours is taken to compute as; None for that of its dtype. noise: in
+    nats, for an engine that is judged by tokens alone and gives no logprobs.
     """
 
     members: int = 8
     reference: str = "bf16_engine"
     declared: str | None = None
+    noise: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.members < 2:
             raise UsageError(f"members={self.members}: expected 2 or more, a spread is read off them")
-        if self.engine.kind is EngineKind.replay:
-            raise UsageError("verdict looks inside engine=local or engine=transformers; for tokens run `neartie gate`")
+        if self.noise is not None and not self.noise > 0:
+            raise UsageError(f"noise={self.noise}: expected nats above 0")
         if self.declared is not None and self.engine.kind is EngineKind.local:
             raise UsageError(
                 f"declared={self.declared} has no effect with engine=local: a variant declares itself; leave it out, "
@@ -74,7 +80,11 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
     row.add({"environment": environment(device=config.device.torch_name)})
     golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
     row.add({"golden_hash": golden.hash, "battery_hash": golden.battery_hash, "bar": golden.bar.name})
-    engine = check_engine(make_engine(config))
+    engine = make_engine(config)
+    if not isinstance(engine, Checked):
+        return _outside(config, golden, engine, row, stack)
+    if config.noise is not None:
+        raise UsageError(f"noise={config.noise} has no effect: this engine's own noise is measured; leave it out")
     folder = checkpoint_folder(config.model.path)
     casts = shared_casts(str(folder), config.model.sha256, config.device.torch_name)
     stack.callback(casts.drop)
@@ -101,9 +111,52 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
     return verdict, gate
 
 
+def _outside(
+    config: Settings, golden: Golden, engine: Engine, row: Run, stack: ExitStack
+) -> tuple[Verdict, GateResult]:
+    """An engine that cannot be looked into: beside the oracle where the golden's checkpoint is here, else by tokens."""
+    row.add({"model_hash": engine.info.model_sha256})
+    golden = with_gaps(golden, engine)
+    gate = run_gate(golden, engine, **known_of(config, golden, engine))
+    casts = _oracle(config, golden)
+    if casts is None:
+        if config.declared is not None:
+            raise UsageError(
+                f"declared={config.declared} has no effect: the golden was not made of model={config.model.path}, so "
+                "nothing runs beside this engine; name its checkpoint with model=DIR"
+            )
+        return judge_tokens(golden, gate.generation, gate.agreement, noise=config.noise), gate
+    if config.noise is not None:
+        raise UsageError(f"noise={config.noise} has no effect: the envelope measures it here; leave it out")
+    stack.callback(casts.drop)
+    question = OutsideQuestion(
+        golden=golden,
+        casts=casts,
+        declared=_taken_for(config, casts.checkpoint.config),
+        reference=resolve(named_variant(config.reference), casts.checkpoint.config),
+        members=config.members,
+        seed=config.seed,
+        calibration=_calibration(casts.checkpoint.sha256),
+    )
+    return judge_outside(question, gate), gate
+
+
+def _oracle(config: Settings, golden: Golden) -> Casts | None:
+    """The checkpoint, where its weights are those that the golden says it was made of."""
+    made_of = golden.provenance.get("model_sha256")
+    if made_of is None or config.model.sha256 not in (None, made_of):
+        return None
+    casts = shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, config.device.torch_name)
+    return casts if casts.checkpoint.sha256 == made_of else None
+
+
 def _taken_for(config: Settings, model: ModelConfig) -> Recipe:
-    """The recipe that a library engine is held against. Raises UsageError for one that does not carry state."""
-    name = config.declared or TAKEN_FOR[config.engine.dtype.name]
+    """The recipe that an engine which is none of ours is held against; one that names no dtype is taken for bf16.
+
+    Raises UsageError for one that does not carry state.
+    """
+    dtype = config.engine.dtype.name if "dtype" in READS[config.engine.kind][0] else "bf16"
+    name = config.declared or TAKEN_FOR[dtype]
     recipe = resolve(named_variant(name), model)
     if not is_incremental(recipe) or recipe.execution.prefill_piece:
         raise UsageError(
@@ -146,7 +199,9 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
     if len(verdict.findings) > 8:
         lines.append(f"  and {len(verdict.findings) - 8} more findings (--json)")
     if verdict.divergences:
-        lines += ["", "divergences, teacher-forced on the golden's prefix:"]
+        forced = "tokens" not in verdict.instruments
+        head = "divergences, teacher-forced on the golden's prefix:" if forced else "first divergences:"
+        lines += ["", head]
         lines += [f"  {d.reason}" for d in verdict.divergences]
     return "\n".join(lines)
 

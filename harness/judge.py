@@ -37,7 +37,8 @@ class Evidence:
     own, reference: envelopes of the candidate's recipe (walked with the candidate) and of the golden engine's, whose
     recipes are `declared` and `golden_recipe`. oracle: makes the float64 model with the candidate's declared semantics;
     truth: the same with the checkpoint's own. make_row(prompt, tap): the candidate over one prompt alone; None where
-    its values cannot be looked at.
+    its values cannot be looked at. margins: by (prompt, t), what such a candidate itself gave as the logprob of the
+    golden's token minus that of its own; None where it gave none.
     """
 
     golden: Golden
@@ -49,6 +50,7 @@ class Evidence:
     oracle: Build
     truth: Build
     make_row: MakeRow | None
+    margins: Mapping[tuple[int, int], float] | None = None
 
 
 def divergences(evidence: Evidence) -> list[Divergence]:
@@ -84,8 +86,10 @@ def _judge(e: Evidence, n: int, t: int, alpha: float) -> Divergence:
     # Where only tokens are known, a side prefers its own token by nothing at least: the smallest shift that fits.
     least_own, least_golden = min(margin, 0.0), max(margin, 0.0)
     own = least_own if seen is None else margin + float(seen.deviations[0, place, ia] - seen.deviations[0, place, ib])
+    told = (e.margins or {}).get((n, t))
+    own = own if told is None else told
     recorded = _recorded(e.golden, n, t, a, b)
-    candidate = Side(margin=own, sigma=e.own.sigma(n, t, a, b), least=seen is None)
+    candidate = Side(margin=own, sigma=e.own.sigma(n, t, a, b), least=seen is None and told is None)
     golden = Side(
         margin=least_golden if recorded is None else recorded,
         sigma=e.reference.sigma(n, t, a, b),

@@ -7,6 +7,7 @@ envelope, or by a divergence that neither rounding nor routing explains. Otherwi
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from harness.divergence import Cause, Divergence
 from harness.ladder import Ladder
@@ -15,7 +16,7 @@ from harness.signature import hints
 from variants.model_config import ModelConfig
 from variants.recipe import Recipe
 
-OUTER = ("envelope",)  # instruments whose finding is a matter of probability
+OUTER = ("envelope", "expected_score")  # instruments whose finding is a matter of probability
 
 
 class RunClass(Enum):
@@ -43,6 +44,15 @@ class Finding:
     worst_at: tuple[int, int] = (-1, -1)
 
 
+class Told(Protocol):
+    """A divergence with its cause, as whichever instrument tells it."""
+
+    @property
+    def reason(self) -> str: ...
+
+    def record(self) -> dict[str, object]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Class, reason and place of a run; what was found by which instrument; every divergence with its cause.
@@ -57,7 +67,7 @@ class Verdict:
     layer: int | None = None
     confidence: str = "high"
     findings: tuple[Finding, ...] = ()
-    divergences: tuple[Divergence, ...] = ()
+    divergences: Sequence[Told] = ()
     instruments: tuple[str, ...] = ()
     figures: dict[str, object] = field(default_factory=dict)
 

@@ -31,7 +31,6 @@ from harness.probes import Tap
 from harness.significance import holm
 from harness.verdict import Finding, Verdict, conclude, ladder_findings, non_finite_findings, replay_findings
 from variants.decode import Sequences
-from variants.errors import UsageError
 from variants.recipe import Recipe, Semantics, resolve
 from variants.weights import Casts
 
@@ -266,12 +265,3 @@ def _figures(
         "inspected": {"prompts": inspection.prompts, "tokens": inspection.tokens},
         "members": q.members,
     }
-
-
-def check_engine(engine: object) -> Checked:
-    """Raises UsageError for an engine whose values cannot be looked at."""
-    if not isinstance(engine, LocalEngine | TransformersEngine):
-        raise UsageError(
-            "verdict looks inside engine=local or engine=transformers; for recorded tokens run `neartie gate`"
-        )
-    return engine

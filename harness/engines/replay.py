@@ -1,62 +1,80 @@
 """An engine that answers from files: tokens that another engine recorded, scored as if it ran here."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
-from harness.gaps import top2_gaps
 from harness.golden import load_golden
-from harness.golden_data import ENDED, Golden, as_ids
+from harness.golden_data import ENDED, Golden, Recorded, as_ids
 from harness.golden_folder import CANDIDATE
 from harness.pregate import prompt_mismatch
+from harness.token_run import TokenRun, is_token_file, read_run
 from variants.errors import EngineError, InputError
+
+IN_ORDER = "no prompts were recorded with the tokens: rows are taken in the golden's order"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Source:
+    """What was recorded; made: provenance of the engine that recorded, {} where nothing says."""
+
+    version: str
+    run: TokenRun
+    sampling: dict[str, object]
+    made: dict[str, Any]
 
 
 class ReplayEngine:
     """Recorded greedy tokens of one candidate.
 
-    The candidate is the one that came with the golden (`our_ids.npy` of a folder of token files). Of a NAME.json
-    without one it is run 0 of the golden itself, or the named `run`; run 0 brings its top logprobs along. Files of
-    tokens cannot show non-finite logits: `finite` is True unless a recorded logprob is not finite. Times are NaN and no
-    step is reported: nothing ran.
+    The candidate is the one that came with the golden (`our_ids.npy` of a folder of token files), or a file of tokens
+    (`harness.token_run`). Of a NAME.json without one it is run 0 of the golden itself, or the named `run`; run 0 brings
+    its top logprobs along. Tokens cannot show non-finite logits: `finite` is True unless a recorded logprob is not
+    finite. Times are NaN and no step is reported: nothing ran.
     """
 
     def __init__(self, path: str | Path, *, run: int | None = None) -> None:
         """Raises InputError when there is no candidate at `path`, or no such run."""
-        golden = load_golden(path)
-        if run is None and golden.recorded is None:
-            # A folder without a candidate would otherwise be scored against itself, unasked.
-            if golden.path is not None and golden.path.is_dir():
-                raise InputError(f"{path}: holds no {CANDIDATE}, the candidate's tokens; add it, or name a run")
-            run = 0
-        if run is not None and not 0 <= run < golden.tokens.shape[0]:
-            raise InputError(f"{path}: got run {run}, expected 0 to {golden.tokens.shape[0] - 1}")
-        self._source = golden
-        self._run = run
-        self._tokens = _candidate(golden) if run is None else golden.tokens[run]
-        self._top = run == 0 and golden.top_ids is not None
-        self._rows = {prompt: row for row, prompt in reversed(list(enumerate(golden.prompts)))}
+        source = _of_file(Path(path), run) if is_token_file(Path(path)) else _of_golden(path, run)
+        self._source, self._run = source, source.run
+        prompts = source.run.prompts or ()
+        self._rows = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
 
     @property
-    def prompts(self) -> tuple[tuple[int, ...], ...]:
-        """The prompt ids that the tokens were recorded on, for the pre-gate."""
-        return self._source.prompts
+    def prompts(self) -> tuple[tuple[int, ...], ...] | None:
+        """The prompt ids that the tokens were recorded on, for the pre-gate; None where they were not recorded."""
+        return self._run.prompts
+
+    def recorded_for(self, golden: Golden) -> Recorded | None:
+        """The gaps that came with the tokens, laid beside `golden`; None where none did or they are of other places."""
+        gaps = self._run.gap_nats
+        if gaps is None or gaps.shape[0] < golden.tokens.shape[1] or gaps.shape[1] < golden.tokens.shape[2]:
+            return None
+        _, n, t = golden.tokens.shape
+        tokens, gaps = self._run.tokens[:n, :t], gaps[:n, :t]
+        return Recorded(tokens=tokens, gap_nats=gaps, outside=np.isposinf(gaps))
 
     @property
     def info(self) -> EngineInfo:
         """The recording engine's provenance; of a candidate that came with a golden the files say nothing."""
-        made = {} if self._run is None else self._source.provenance
+        made, top = self._source.made, self._run.top_ids
         return EngineInfo(
             name="replay",
-            version=self._source.hash[:12],
+            version=self._source.version,
             device=str(made.get("device", "unknown")),
             dtype=str(made.get("dtype", "unknown")),
             model_sha256=made.get("model_sha256"),
             tokenizer_sha256=made.get("tokenizer_sha256"),
-            can_score=self._top,
+            tokenizer_class=made.get("tokenizer_class"),
+            can_score=top is not None,
+            top_logprobs=0 if top is None else top.shape[-1],
+            echoes_ids=self.prompts is not None,
             sampling=dict(self._source.sampling),
+            limits=("nothing runs: it answers for what was recorded alone",),
         )
 
     def generate(self, prompts: Prompts, max_tokens: int, *, stop_at_eos: bool = False) -> Generation:
@@ -66,18 +84,22 @@ class ReplayEngine:
         another EOS rule than the recorded one.
         """
         rows = [self._row(n, prompt) for n, prompt in enumerate(prompts)]
-        recorded = self._tokens.shape[1]
+        kept = self._run.rows(len(prompts))
+        recorded = kept.shape[1]
         if not 1 <= max_tokens <= recorded:
             raise EngineError(
                 f"replay: {max_tokens} tokens asked for, {recorded} were recorded; ask for 1 to {recorded}"
             )
-        self._check_eos(rows, stop_at_eos)
-        tokens = self._tokens[rows, :max_tokens].copy()
+        self._check_eos(kept[rows], stop_at_eos)
+        tokens = kept[rows, :max_tokens].copy()
         gaps = np.full(tokens.shape, np.nan)
         finite = np.ones(tokens.shape, dtype=bool)
-        if self._top:
-            gaps = _top2(self._source)[rows, :max_tokens]
-            finite = self._finite()[rows, :max_tokens] | (tokens == ENDED)
+        ids, values = self._run.top_ids, self._run.top_logprobs
+        if values is not None and ids is not None:
+            ids, values = ids[rows, :max_tokens], values[rows, :max_tokens].astype(np.float64)
+            finite = np.isfinite(values[..., 0]) | (tokens == ENDED)
+            if values.shape[-1] > 1:
+                gaps = np.where(tokens == ENDED, np.nan, values[..., 0] - values[..., 1])
         return Generation(
             tokens=tokens,
             finite=finite,
@@ -85,6 +107,9 @@ class ReplayEngine:
             prefill_s=np.full(len(rows), np.nan),
             prefill_tokens=np.array([len(prompt) for prompt in prompts]),
             decode_s=(),
+            top_ids=ids,
+            top_logprobs=values,
+            notes=() if self.prompts is not None else (IN_ORDER,),
         )
 
     def score(self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20) -> Scored:
@@ -103,7 +128,7 @@ class ReplayEngine:
         for n, (prompt, forced) in enumerate(zip(prompts, continuations, strict=True)):
             row, length = self._row(n, prompt), len(forced)
             self._check_on_record(n, row, forced)
-            ids, values = _ordered(self._source, row, length)
+            ids, values = _ordered(self._run, row, length)
             hit = ids == as_ids(np.asarray(forced, dtype=np.int64), f"continuation {n}")[:, None]
             found = np.where(hit.any(axis=1), values[np.arange(length), hit.argmax(axis=1)], np.nan)
             token_logprobs[n, :length] = found
@@ -118,6 +143,8 @@ class ReplayEngine:
         )
 
     def _row(self, n: int, prompt: Sequence[int]) -> int:
+        if self.prompts is None:
+            return n
         key = tuple(int(i) for i in prompt)
         if n < len(self.prompts) and self.prompts[n] == key:
             return n  # a battery may hold one prompt twice
@@ -127,44 +154,65 @@ class ReplayEngine:
         why = prompt_mismatch(key, same_place) if key and same_place else "not recorded"
         raise InputError(f"input mismatch: prompt {n} is not among the {len(self.prompts)} recorded ({why})")
 
-    def _check_eos(self, rows: list[int], stop_at_eos: bool) -> None:
+    def _check_eos(self, tokens: np.ndarray, stop_at_eos: bool) -> None:
         rule = self._source.sampling.get("eos", "unknown")
         if stop_at_eos and rule == "ignored":
             raise EngineError("replay: tokens were recorded past EOS and cannot stop there; score with EOS ignored")
-        if not stop_at_eos and (self._tokens[rows] == ENDED).any():
+        if not stop_at_eos and (tokens == ENDED).any():
             raise EngineError("replay: recorded rows end early and cannot go on past EOS; score with EOS as the stop")
 
     def _check_can_score(self, top_k: int) -> None:
-        if not self._top or self._source.top_ids is None:
+        if self._run.top_ids is None or self._run.top_logprobs is None:
             raise EngineError("replay: these files hold no logprobs; score with an engine that runs")
-        if not 1 <= top_k <= self._source.top_ids.shape[-1]:
-            raise EngineError(f"replay: top {top_k} asked for, top {self._source.top_ids.shape[-1]} recorded")
+        if not 1 <= top_k <= self._run.top_ids.shape[-1]:
+            raise EngineError(f"replay: top {top_k} asked for, top {self._run.top_ids.shape[-1]} recorded")
 
     def _check_on_record(self, n: int, row: int, forced: Sequence[int]) -> None:
         given = np.asarray(forced)
-        kept = self._tokens[row, : len(given)]
+        kept = self._run.tokens[row, : len(given)]
         if len(kept) < len(given) or (kept == ENDED).any() or not np.array_equal(kept[:-1], given[:-1]):
             raise EngineError(f"replay: continuation {n} leaves the recorded tokens; only they have logprobs")
 
     def _finite(self) -> np.ndarray:
-        assert self._source.top_logprobs is not None
-        return np.isfinite(self._source.top_logprobs[..., 0])
+        assert self._run.top_logprobs is not None
+        return np.isfinite(self._run.top_logprobs[..., 0])
 
 
-def _candidate(golden: Golden) -> np.ndarray:
-    assert golden.recorded is not None
-    return golden.recorded.tokens
+def _of_file(path: Path, run: int | None) -> _Source:
+    if run is not None:
+        raise InputError(f"{path}: a file of tokens is one run; got engine.run={run}, leave it out")
+    found = read_run(path)
+    return _Source(version=found.digest[:12], run=found, sampling={}, made={})
 
 
-def _top2(golden: Golden) -> np.ndarray:
-    gaps = top2_gaps(golden)
-    return np.full(golden.tokens.shape[1:], np.nan) if gaps is None else gaps
+def _of_golden(path: str | Path, run: int | None) -> _Source:
+    golden = load_golden(path)
+    if run is None and golden.recorded is None:
+        # A folder without a candidate would otherwise be scored against itself, unasked.
+        if golden.path is not None and golden.path.is_dir():
+            raise InputError(f"{path}: holds no {CANDIDATE}, the candidate's tokens; add it, or name a run")
+        run = 0
+    if run is not None and not 0 <= run < golden.tokens.shape[0]:
+        raise InputError(f"{path}: got run {run}, expected 0 to {golden.tokens.shape[0] - 1}")
+    top = run == 0 and golden.top_ids is not None
+    recorded = golden.recorded if run is None else None
+    kept = TokenRun(
+        name=str(path),
+        digest=golden.hash,
+        tokens=golden.tokens[run] if recorded is None else recorded.tokens,
+        prompts=golden.prompts,
+        gap_nats=None if recorded is None or np.isnan(recorded.gap_nats).all() else recorded.gap_nats,
+        top_ids=golden.top_ids if top else None,
+        top_logprobs=golden.top_logprobs if top else None,
+    )
+    made = {} if run is None else dict(golden.provenance)
+    return _Source(version=golden.hash[:12], run=kept, sampling=dict(golden.sampling), made=made)
 
 
-def _ordered(golden: Golden, row: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _ordered(run: TokenRun, row: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     """ids and logprobs [length, k] of a row in decreasing order, ties to the lower id."""
-    assert golden.top_ids is not None
-    assert golden.top_logprobs is not None
-    ids, values = golden.top_ids[row, :length], golden.top_logprobs[row, :length].astype(np.float64)
+    assert run.top_ids is not None
+    assert run.top_logprobs is not None
+    ids, values = run.top_ids[row, :length], run.top_logprobs[row, :length].astype(np.float64)
     order = np.lexsort((ids, -values), axis=-1)
     return np.take_along_axis(ids, order, axis=-1), np.take_along_axis(values, order, axis=-1)
