@@ -19,7 +19,7 @@ from harness.verdict import RunClass, Verdict
 from harness.verdict_tokens import judge_tokens
 
 SAMPLES = Path(__file__).parents[1].parent / "shared" / "samples"
-Captured = pytest.CaptureFixture[str]
+Out = pytest.CaptureFixture[str]
 
 
 def lists(margins: np.ndarray, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
@@ -122,9 +122,7 @@ def test_tokens_that_agree_pass() -> None:
 
 @pytest.mark.skipif(not SAMPLES.is_dir(), reason="the recorded samples are not beside this checkout")
 @pytest.mark.parametrize(("name", "worst"), [("deepseek_v2_greedy", 0.25), ("olmo2_greedy_1b", 0.031)])
-def test_the_samples_are_judged_by_their_recorded_gaps(
-    name: str, worst: float, tmp_path: Path, capsys: Captured
-) -> None:
+def test_the_samples_are_judged_by_their_recorded_gaps(name: str, worst: float, tmp_path: Path, capsys: Out) -> None:
     """Two real engines: three first divergences each, two of them of gap 0, the third decides."""
     folder = SAMPLES / name
     words = [f"golden={folder}", "engine=replay", f"engine.folder={folder}", f"results={tmp_path}"]
@@ -137,8 +135,8 @@ def test_the_samples_are_judged_by_their_recorded_gaps(
     assert main(["verdict", *words, "noise=0.001", "--fail"]) == 1
 
 
-def test_a_server_is_judged_beside_the_oracle(tmp_path: Path, capsys: Captured) -> None:
-    """Its checkpoint is the golden's: envelope and expected score run; wrong tokens with their logprobs are a defect."""
+def test_a_server_is_judged_beside_the_oracle(tmp_path: Path, capsys: Out) -> None:
+    """Its checkpoint is the golden's: envelope and expected score run; wrong tokens and logprobs are a defect."""
     gate = load_golden("gate")
     words = ["engine=openai", "engine.dialect=vllm", "limit=2", "max_tokens=6", "members=2", f"results={tmp_path}"]
     with serving(gate) as server:
@@ -166,7 +164,7 @@ def test_a_server_is_judged_beside_the_oracle(tmp_path: Path, capsys: Captured) 
     assert row["verdict"]["site"] is None
 
 
-def test_settings_without_effect_are_refused(tmp_path: Path, capsys: Captured) -> None:
+def test_settings_without_effect_are_refused(tmp_path: Path, capsys: Out) -> None:
     """noise= is for tokens alone, declared= for what runs beside an oracle."""
     gate = load_golden("gate")
     with serving(gate) as server:
