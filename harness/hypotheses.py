@@ -26,6 +26,7 @@ TOKENS = 4  # forced at least; more where the worst position lies later
 LEFT = 0.1  # share of the squared error that may be left for a change to have explained it
 # Where each parameter is first used.
 USED = {"A_log": "decay_gate", "dt_bias": "decay_gate", "e_score_correction_bias": "router_ids"}
+L2_TEXT = "eps {:.0e}, the config's, in the L2 norm, where 1e-06 is meant"
 LATENT_EPS = 1e-6  # of kv_a_layernorm, in the transformers library
 # Values on the way to a place that not every engine shows.
 INNER = {
@@ -104,9 +105,11 @@ def _meaning(plain: Hypothesis, text: str, semantics: Semantics) -> Hypothesis:
 
 
 def _eps(place: Place, plain: Hypothesis, config: ModelConfig) -> list[Hypothesis]:
+    known, own = plain.recipe.semantics, config.rms_norm_eps
+    if place[0] in ("q_l2norm", "k_l2norm"):
+        return [] if known.l2_eps == own else [_meaning(plain, L2_TEXT.format(own), replace(known, l2_eps=own))]
     if place[0] != "kv_a_norm":
         return []
-    known, own = plain.recipe.semantics, config.rms_norm_eps
     here = own if known.kv_eps is None else known.kv_eps
     by = "the config says" if known.kv_eps is None else "the variant declares"
     others = [e for e in dict.fromkeys((LATENT_EPS, own)) if e != here]

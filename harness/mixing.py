@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from variants.model_config import ModelConfig
-from variants.recipe import Place, Recipe, Semantics
+from variants.recipe import Place, Recipe
 from variants.sites import places
 
 NOWHERE = -1
@@ -20,19 +20,24 @@ def _kv_eps(recipe: Recipe, other: Recipe) -> Recipe:
     return replace(recipe, semantics=replace(recipe.semantics, kv_eps=other.semantics.kv_eps))
 
 
+def _l2_eps(recipe: Recipe, other: Recipe) -> Recipe:
+    return replace(recipe, semantics=replace(recipe.semantics, l2_eps=other.semantics.l2_eps))
+
+
 def _parameter(name: str) -> Take:
     """The rounding of one parameter to bf16, there or not as `other` has it."""
 
     def take(recipe: Recipe, other: Recipe) -> Recipe:
         mine, theirs = recipe.semantics.bf16_params, other.semantics.bf16_params
         rounded = mine | {name} if name in theirs else mine - {name}
-        return replace(recipe, semantics=Semantics(kv_eps=recipe.semantics.kv_eps, bf16_params=rounded))
+        return replace(recipe, semantics=replace(recipe.semantics, bf16_params=rounded))
 
     return take
 
 
 SETTINGS: dict[str, Take] = {
     "kv_norm_eps": _kv_eps,
+    "l2_norm_eps": _l2_eps,
     **{f"bf16_{name}": _parameter(name) for name in ("A_log", "dt_bias", "e_score_correction_bias", "weight")},
     "execution.mode": lambda r, o: r.with_execution(mode=o.execution.mode, block_size=o.execution.block_size),
     "execution.prefill_piece": lambda r, o: r.with_execution(prefill_piece=o.execution.prefill_piece),

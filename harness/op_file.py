@@ -151,7 +151,9 @@ def _recipe(document: dict) -> Recipe:
         rules={key: _rule(rule) for key, rule in document["sites"].items()},
         execution=ExecutionAxes(**{n: ENUMS[n][x] if n in ENUMS else x for n, x in execution.items()}),
         semantics=Semantics(
-            kv_eps=semantics["kv_a_layernorm_eps"], bf16_params=frozenset(semantics["params_rounded_to_bf16"])
+            kv_eps=semantics["kv_a_layernorm_eps"],
+            l2_eps=semantics.get("l2norm_eps"),
+            bf16_params=frozenset(semantics["params_rounded_to_bf16"]),
         ),
         expanded_cache=document["cache"] == "expanded",
         fused_projections=document["fused_projections"],

@@ -11,7 +11,9 @@ from variants.model_config import LayerKind, ModelConfig
 Parameters = dict[str, Tensor]
 
 
-def logits(tensors: Parameters, c: ModelConfig, tokens: list[int], *, kv_eps: float | None = None) -> Tensor:
+def logits(
+    tensors: Parameters, c: ModelConfig, tokens: list[int], *, kv_eps: float | None = None, l2_eps: float = 1e-6
+) -> Tensor:
     """[T, vocab]: what follows each token."""
     p = {name: tensor.double() for name, tensor in tensors.items()}
     h = torch.stack([p["model.embed_tokens.weight"][t] for t in tokens])
@@ -19,7 +21,7 @@ def logits(tensors: Parameters, c: ModelConfig, tokens: list[int], *, kv_eps: fl
         layer = {n.removeprefix(f"model.layers.{i}."): x for n, x in p.items() if n.startswith(f"model.layers.{i}.")}
         x = norm(h, layer["input_layernorm.weight"], c.rms_norm_eps)
         if c.layer_kinds[i] is LayerKind.kda:
-            h = h + kda(layer, c, x)
+            h = h + kda(layer, c, x, l2_eps)
         else:
             h = h + mla(layer, c, x, kv_eps or c.rms_norm_eps)
         x = norm(h, layer["post_attention_layernorm.weight"], c.rms_norm_eps)
@@ -46,7 +48,7 @@ def short_conv(x: Tensor, weight: Tensor) -> Tensor:
     return silu(out)
 
 
-def kda(p: Parameters, c: ModelConfig, x: Tensor) -> Tensor:
+def kda(p: Parameters, c: ModelConfig, x: Tensor, l2_eps: float) -> Tensor:
     w = {name.removeprefix("self_attn."): tensor for name, tensor in p.items()}
     q, k, v = (short_conv(x @ w[f"{n}_proj.weight"].T, w[f"{n}_conv1d.weight"]) for n in "qkv")
     z = x @ w["f_a_proj.weight"].T @ w["f_b_proj.weight"].T + w["dt_bias"]
@@ -57,17 +59,17 @@ def kda(p: Parameters, c: ModelConfig, x: Tensor) -> Tensor:
         keys = slice(h * c.kda_head_dim, (h + 1) * c.kda_head_dim)
         values = slice(h * c.kda_v_head_dim, (h + 1) * c.kda_v_head_dim)
         decay = torch.exp(-w["A_log"].flatten()[h].exp() * torch.log1p(z[:, keys].exp()))
-        out = delta_rule(q[:, keys], k[:, keys], v[:, values], decay, beta[:, h])
+        out = delta_rule(q[:, keys], k[:, keys], v[:, values], decay, beta[:, h], l2_eps)
         heads.append(norm(out, w["o_norm.weight"], c.rms_norm_eps) * gate[:, values])
     return torch.cat(heads, 1) @ w["o_proj.weight"].T
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, l2_eps: float) -> Tensor:
     """One head: q, k, decay [T, K], v [T, V], beta [T] -> [T, V]."""
     state, out = torch.zeros(q.shape[1], v.shape[1], dtype=torch.float64), []
     for t in range(len(q)):
-        key = k[t] / (k[t].square().sum() + 1e-6).sqrt()
-        query = q[t] / (q[t].square().sum() + 1e-6).sqrt() / q.shape[1] ** 0.5
+        key = k[t] / (k[t].square().sum() + l2_eps).sqrt()
+        query = q[t] / (q[t].square().sum() + l2_eps).sqrt() / q.shape[1] ** 0.5
         state = decay[t].unsqueeze(1) * state
         state = state + torch.outer(key, beta[t] * (v[t] - key @ state))
         out.append(query @ state)

@@ -35,6 +35,7 @@ from variants.axes import (
     KdaCore,
     KvCache,
     KvNormEps,
+    L2NormEps,
     MlaAxes,
     MlaCore,
     MoeAxes,
@@ -136,6 +137,15 @@ def test_the_eps_of_the_latent_norm_is_an_axis() -> None:
     checkpoint = made("odd").checkpoint
     model = build(replace(F64, norm=NormAxes(kv_eps=KvNormEps.eps_1e6)), made("odd"))
     other = plain_model.logits(checkpoint.tensors, checkpoint.config, prompt(17), kv_eps=1e-6)
+    assert relative(every_logit(model, prompt(17)), other) < 1e-12
+    assert relative(every_logit(model, prompt(17)), defined("odd", 17)) > 1e-9
+
+
+def test_the_eps_of_the_l2_norm_is_an_axis() -> None:
+    """With l2_eps from the config the model is the definition with that eps, and plainly not the other."""
+    checkpoint = made("odd").checkpoint
+    model = build(replace(F64, kda=replace(F64.kda, l2_eps=L2NormEps.config)), made("odd"))
+    other = plain_model.logits(checkpoint.tensors, checkpoint.config, prompt(17), l2_eps=1e-5)
     assert relative(every_logit(model, prompt(17)), other) < 1e-12
     assert relative(every_logit(model, prompt(17)), defined("odd", 17)) > 1e-9
 

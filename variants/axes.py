@@ -60,6 +60,13 @@ class Gemm(Enum):
     bf16 = "bf16"
 
 
+class L2NormEps(Enum):
+    """eps under the root of the L2 norm of q and k: 1e-6, or the config's rms_norm_eps as llama.cpp has it."""
+
+    eps_1e6 = "eps_1e6"
+    config = "config"
+
+
 class KdaCore(Enum):
     """The delta rule: on the host in float64 or float32 (islands), on the device step by step, or in chunks.
 
@@ -185,6 +192,7 @@ class KdaAxes:
     outputs: Store = Store.keep
     state: Store = Store.keep
     conv_state: Store = Store.keep
+    l2_eps: L2NormEps = L2NormEps.eps_1e6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import NoReturn
 
-from variants.axes import ChunkForm, Impl, ImplAxes, KdaCore, MlaCore, NormVariance, Store, Variant
+from variants.axes import ChunkForm, Impl, ImplAxes, KdaCore, L2NormEps, MlaCore, NormVariance, Store, Variant
 from variants.dtypes import DType
 from variants.errors import UsageError
 from variants.kernels import choices, has
@@ -123,6 +123,8 @@ def _kda(v: Variant, impl: Impl, rules: Rules) -> Rules:
             _refuse("kda", impl, f"it has no {core.name}; set kda.{phase} to recurrent or chunk")
     if v.kda.state not in (Store.keep, Store.f32):
         _refuse("kda", impl, "it carries a float32 state; set kda.state=f32 or keep")
+    if v.kda.l2_eps is not L2NormEps.eps_1e6:
+        _refuse("kda", impl, "its L2 norm has 1e-6 under the root; set kda.l2_eps=eps_1e6")
     chunked = KdaCore.chunk in cores.values()
     if chunked and v.kda.chunk_size != 64:
         _refuse("kda", impl, "its chunks have 64 tokens; set kda.chunk_size=64")

@@ -102,6 +102,7 @@ class KdaBlock:
             self.options["at"] = b.hooks(*CHUNK_SITES)  # pyright: ignore[reportArgumentType]
         self.island = rule.algorithm in kda.ISLANDS
         self.norm_dtype = b.rule("q_l2norm").accum
+        self.l2_eps = b.recipe.semantics.l2_eps or kda.L2_EPS
         self.round_q, self.round_k, self.round_v = b.at("q_l2norm"), b.at("k_l2norm"), b.at("kda_v")
         self.round_core, self.round_carry = b.at("kda_core", self.accum), b.at("kda_state")
         bind = b.kernel("delta_rule", "kda_core")
@@ -146,7 +147,7 @@ class KdaBlock:
         if "q_l2norm" in self.raw:
             q, k = qk.chunk(2, 2)
             return q, k
-        q, k = kda.l2norm(pinned(qk, self.norm_dtype)).chunk(2, 2)
+        q, k = kda.l2norm(pinned(qk, self.norm_dtype), eps=self.l2_eps).chunk(2, 2)
         return self.round_q(q), self.round_k(k)
 
     def _delta_rule(

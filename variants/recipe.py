@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from variants.axes import Execution, ExecutionAxes, KvNormEps, Param, Variant
+from variants.axes import Execution, ExecutionAxes, KvNormEps, L2NormEps, Param, Variant
 from variants.dtypes import DType
 from variants.model_config import ModelConfig
 from variants.sites import rule_key
@@ -71,10 +71,13 @@ class Semantics:
     """Declared departures from the checkpoint's own function: none of these is rounding of a computed value."""
 
     kv_eps: float | None = None
+    l2_eps: float | None = None
     bf16_params: frozenset[str] = frozenset()
 
     def as_dict(self) -> dict[str, object]:
-        return {"kv_a_layernorm_eps": self.kv_eps, "params_rounded_to_bf16": sorted(self.bf16_params)}
+        own = {"kv_a_layernorm_eps": self.kv_eps, "params_rounded_to_bf16": sorted(self.bf16_params)}
+        # Named only where it departs, so that no recipe known before it has another hash.
+        return own if self.l2_eps is None else own | {"l2norm_eps": self.l2_eps}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,18 +180,19 @@ def resolve(variant: Variant, config: ModelConfig) -> Recipe:
         rules=rules,
         execution=variant.execution,
         exceptions=changed,
-        semantics=_semantics(variant),
+        semantics=_semantics(variant, config),
         expanded_cache=variant.mla.cache.name == "expanded",
         fused_projections=variant.fused_projections,
         tf32=variant.tf32,
     )
 
 
-def _semantics(variant: Variant) -> Semantics:
+def _semantics(variant: Variant, config: ModelConfig) -> Semantics:
     p = variant.params
     named = {"A_log": p.a_log, "dt_bias": p.dt_bias, "e_score_correction_bias": p.correction_bias, "weight": p.weights}
     return Semantics(
         kv_eps=1e-6 if variant.norm.kv_eps is KvNormEps.eps_1e6 else None,
+        l2_eps=config.rms_norm_eps if variant.kda.l2_eps is L2NormEps.config else None,
         bf16_params=frozenset(name for name, choice in named.items() if choice is Param.bf16),
     )
 

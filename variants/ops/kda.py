@@ -24,9 +24,9 @@ def decay_gate(f: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     return -torch.exp(a_log) * soft
 
 
-def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(sum(x^2) + 1e-6) over the last dimension: eps is inside the root and on the sum, not on the mean."""
-    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
+def l2norm(x: Tensor, *, eps: float = L2_EPS) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dimension: eps is inside the root and on the sum, not on the mean."""
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
 def recurrent(
