@@ -21,6 +21,8 @@ class EngineKind(Enum):
     replay = "replay"
     openai = "openai"
     vllm = "vllm"
+    llama_server = "llama_server"
+    mlx = "mlx"
 
 
 class EngineDtype(Enum):
@@ -46,11 +48,12 @@ class Experts(Enum):
 
 
 class Dialect(Enum):
-    """Whose extra fields a server takes: none but OpenAI's own, vLLM's, or those of llama.cpp's server."""
+    """Whose extra fields a server takes: none but OpenAI's own, vLLM's, or those of llama.cpp's or MLX's server."""
 
     openai = "openai"
     vllm = "vllm"
     llama = "llama"
+    mlx = "mlx"
 
 
 class Feed(Enum):
@@ -58,6 +61,27 @@ class Feed(Enum):
 
     ids = "ids"
     text = "text"
+
+
+class KvType(Enum):
+    """Format of llama.cpp's cache of keys and values (here the latent)."""
+
+    f32 = "f32"
+    f16 = "f16"
+
+
+class Api(Enum):
+    """llama.cpp's own `/completion`, or `/v1/completions`, which it offers too."""
+
+    native = "native"
+    openai = "openai"
+
+
+class Via(Enum):
+    """A server of its own process, over HTTP, or the library inside this process."""
+
+    http = "http"
+    process = "process"
 
 
 _SERVER = ("key", "feed", "tokenizer", "concurrency", "timeout_s", "retries", "top_k")
@@ -69,6 +93,11 @@ READS: dict[EngineKind, tuple[frozenset[str], frozenset[str]]] = {
     EngineKind.replay: (frozenset(("folder", "run")), frozenset()),
     EngineKind.openai: (frozenset((*_SERVER, "url", "served", "dialect", "stream")), frozenset()),
     EngineKind.vllm: (frozenset(("dtype", "backend", "batch", "memory", "top_k")), frozenset(("model",))),
+    EngineKind.llama_server: (
+        frozenset(("dtype", "gguf", "url", "kv", "flash", "api", "via", "concurrency", "timeout_s")),
+        frozenset(("model", "device")),
+    ),
+    EngineKind.mlx: (frozenset(("via", "concurrency", "timeout_s")), frozenset(("model", "device"))),
 }
 
 
@@ -95,7 +124,9 @@ class EngineChoice:
     what prompts are sent as; tokenizer: the server's tokenizer.json, needed where it takes or gives text; concurrency:
     requests at a time; timeout_s: for one answer; retries: of a request that failed; top_k: logprobs asked for with
     each token, 0 for none; stream: read tokens as they come, which times them. backend: vLLM's attention; batch:
-    prompts that it is given together, 0 for all; memory: the share of the GPU that it takes.
+    prompts that it is given together, 0 for all; memory: the share of the GPU that it takes. gguf: llama.cpp's file,
+    None to write one of the model; kv, flash: its cache and attention; api: how it is asked; via: a server of its own,
+    or the library in this process (None for what the kind does by itself).
     """
 
     kind: EngineKind = EngineKind.local
@@ -118,6 +149,11 @@ class EngineChoice:
     backend: str | None = None
     batch: int = 1
     memory: float = 0.2
+    gguf: str | None = None
+    kv: KvType = KvType.f32
+    flash: bool = False
+    api: Api = Api.native
+    via: Via | None = None
 
     def __post_init__(self) -> None:
         own, _ = READS[self.kind]
@@ -131,8 +167,25 @@ class EngineChoice:
         for name, least in (("concurrency", 1), ("retries", 0), ("top_k", 0), ("batch", 0), ("run", 0)):
             value = getattr(self, name)
             _refuse(value is not None and value < least, f"engine.{name}={value}", f"it must be {least} or more")
+        self._check_library_servers()
         _refuse(self.timeout_s <= 0, f"engine.timeout_s={self.timeout_s}", "it must be above 0")
         _refuse(not 0 < self.memory <= 1, f"engine.memory={self.memory}", "it is a share, above 0 and up to 1")
+
+    def _check_library_servers(self) -> None:
+        """What llama.cpp's or MLX's settings say together."""
+        here = self.via is Via.process or (self.via is None and self.kind is EngineKind.mlx)
+        _refuse(here and self.concurrency > 1, "engine.concurrency", "in this process prompts run one after the other")
+        if self.kind is not EngineKind.llama_server:
+            return
+        _refuse(
+            here and self.api is Api.native, "engine.via=process", "in this process there is engine.api=openai alone"
+        )
+        given = {"url": self.url, "gguf": self.gguf}
+        _refuse(all(given.values()), "engine.gguf", "a server at engine.url has its own file")
+        ours = {"kv": self.kv is not KvType.f32, "flash": self.flash, "via": here, "dtype": self.dtype.name != "f32"}
+        for name, changed in ours.items():
+            by = "url" if self.url else "gguf" if self.gguf and name == "dtype" else None
+            _refuse(changed and by is not None, f"engine.{name}", f"engine.{by} has what it has")
 
     @property
     def label(self) -> str:
@@ -143,8 +196,18 @@ class EngineChoice:
             return f"openai_{self.served or 'server'}" + (f"_x{self.concurrency}" if self.concurrency > 1 else "")
         if self.kind is EngineKind.vllm:
             return f"vllm_{self.dtype.name}_{(self.backend or 'default').lower()}_batch{self.batch or 'ed'}"
+        if self.kind in (EngineKind.llama_server, EngineKind.mlx):
+            return self._library_label()
         label = f"{self.kind.name}_{self.dtype.name}_{self.attention.name}"
         return label if self.experts is Experts.grouped_mm else f"{label}_experts_{self.experts.name}"
+
+    def _library_label(self) -> str:
+        llama = self.kind is EngineKind.llama_server
+        kind = Path(self.gguf).stem if self.gguf else "url" if self.url else self.dtype.name
+        parts = ["llama" if llama else "mlx", kind, f"kv_{self.kv.name}" if llama and not self.url else ""]
+        parts += ["flash" if self.flash else "", "v1" if self.api is Api.openai else ""]
+        parts += [self.via.name if self.via else "", f"x{self.concurrency}" if self.concurrency > 1 else ""]
+        return "_".join(p for p in parts if p)
 
 
 @dataclass(frozen=True, kw_only=True)

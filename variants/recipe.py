@@ -75,7 +75,8 @@ class Semantics:
     bf16_params: frozenset[str] = frozenset()
 
     def as_dict(self) -> dict[str, object]:
-        own = {"kv_a_layernorm_eps": self.kv_eps, "params_rounded_to_bf16": sorted(self.bf16_params)}
+        own: dict[str, object] = {"kv_a_layernorm_eps": self.kv_eps}
+        own["params_rounded_to_bf16"] = sorted(self.bf16_params)
         # Named only where it departs, so that no recipe known before it has another hash.
         return own if self.l2_eps is None else own | {"l2norm_eps": self.l2_eps}
 

@@ -64,4 +64,24 @@ def _vllm(config: Config) -> Engine:
     return VllmEngine.from_config(config)
 
 
-_MAKERS = {"local": _local, "transformers": _transformers, "replay": _replay, "openai": _openai, "vllm": _vllm}
+def _llama_server(config: Config) -> Engine:
+    from harness.engines.library_servers import llama_engine
+
+    return llama_engine(config)
+
+
+def _mlx(config: Config) -> Engine:
+    from harness.engines.library_servers import mlx_engine
+
+    return mlx_engine(config)
+
+
+_MAKERS = {
+    "local": _local,
+    "transformers": _transformers,
+    "replay": _replay,
+    "openai": _openai,
+    "vllm": _vllm,
+    "llama_server": _llama_server,
+    "mlx": _mlx,
+}

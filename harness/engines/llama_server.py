@@ -7,7 +7,6 @@ the sequence that a slot holds by one, and the answer says that one token was ru
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from harness.engines.http_server import JsonServer
 from harness.engines.llama_answers import GREEDY, LlamaAnswer, generation_of, put, read, request
 from harness.engines.llama_child import LlamaSettings, xllamacpp, xllamacpp_version
 from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
-from harness.engines.server_process import ServerProcess
+from harness.engines.server_process import Scratch, ServerProcess
 from harness.gguf_write import WeightFormat, write_gguf
 from variants.checkpoint import Checkpoint, load_checkpoint
 from variants.errors import EngineError, InputError, UsageError
@@ -43,6 +42,19 @@ class LlamaOrigin:
     version: str = "unknown"
     checkpoint: Checkpoint | None = None
     owned: tuple[Any, ...] = field(default=(), repr=False)  # what must live as long as the server does
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, settings: LlamaSettings, weights: WeightFormat, *owned: object) -> LlamaOrigin:
+        """The origin of a file that was written of `checkpoint`."""
+        return cls(
+            settings=settings,
+            weights=weights,
+            model_sha256=checkpoint.sha256,
+            tokenizer_sha256=checkpoint.tokenizer_sha256,
+            version=xllamacpp_version(),
+            checkpoint=checkpoint,
+            owned=owned,
+        )
 
 
 class LlamaServerEngine:
@@ -76,20 +88,11 @@ class LlamaServerEngine:
     def _started(
         cls, checkpoint: Checkpoint, settings: LlamaSettings, weights: WeightFormat, timeout_s: float
     ) -> LlamaServerEngine:
-        place = tempfile.TemporaryDirectory(prefix="neartie-gguf-")
-        file = Path(place.name) / "model.gguf"
+        place = Scratch()
+        file = place.path / "model.gguf"
         write_gguf(checkpoint, file, weights=weights)
         made = replace(settings, gguf=str(file), length=min(settings.length, checkpoint.config.max_length))
-        origin = LlamaOrigin(
-            settings=made,
-            weights=weights,
-            model_sha256=checkpoint.sha256,
-            tokenizer_sha256=checkpoint.tokenizer_sha256,
-            version=xllamacpp_version(),
-            checkpoint=checkpoint,
-            owned=(place,),
-        )
-        return cls._on(origin, made, timeout_s)
+        return cls._on(LlamaOrigin.of(checkpoint, made, weights, place), made, timeout_s)
 
     @classmethod
     def of_file(cls, settings: LlamaSettings, *, timeout_s: float = 120.0) -> LlamaServerEngine:
@@ -102,7 +105,9 @@ class LlamaServerEngine:
     @classmethod
     def _on(cls, origin: LlamaOrigin, settings: LlamaSettings, timeout_s: float) -> LlamaServerEngine:
         process = ServerProcess(CHILD, settings.plain())
-        return cls(JsonServer(process.url, timeout_s=timeout_s), origin, slots=settings.slots, process=process)
+        return cls(
+            JsonServer(process.url, timeout_s=timeout_s, retries=0), origin, slots=settings.slots, process=process
+        )
 
     @property
     def info(self) -> EngineInfo:

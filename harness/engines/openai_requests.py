@@ -32,6 +32,9 @@ EXTRA: dict[Dialect, dict[str, Any]] = {
         "cache_prompt": False,
         "return_tokens": True,
     },
+    # Its `logprobs` is true or false, and names the ids of what was said only where no ranked list is asked for. Its
+    # repetition penalty is off by 0.0, where it is 1.0 for everybody else, and off when it is left out.
+    Dialect.mlx: {"top_k": 0, "min_p": 0.0, "logprobs": True},
 }
 
 

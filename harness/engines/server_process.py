@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from variants.errors import EngineError
+
+
+class Scratch:
+    """A temporary folder that is removed when it is no longer used; `path` / NAME is a place in it."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="neartie-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
 
 READY_S = 120.0
 STOP_S = 10.0

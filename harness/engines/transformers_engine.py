@@ -5,9 +5,8 @@ the chunked form of the delta rule; every later token is a pass of one token ove
 """
 
 import copy
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.engines.logits import ScoreTable, greedy
+from harness.engines.logits import ScoreTable
 from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
+from harness.engines.sequences import (
+    Sequences,
+    as_engine_error,
+    check_pairs,
+    check_rows,
+    decode_rows,
+    forced_scores,
+)
 from harness.engines.transformers_load import DTYPES, LoadedModel, load_model, quiet
 from harness.engines.transformers_taps import Recording, record
-from variants.errors import EngineError, InputError, UsageError
+from variants.errors import UsageError
 from variants.model_config import ModelConfig
 
 _WIDER = {"bf16": ("bf16", "f32", "f64"), "f16": ("f16", "f32", "f64"), "f32": ("f32", "f64"), "f64": ("f64",)}
@@ -114,49 +121,28 @@ class TransformersEngine:
 
         A pass counts as first seen when none of as many new tokens over as many in all had run in this engine.
         """
-        self._check_prompts(prompts)
-        if max_tokens < 1:
-            raise UsageError(f"max_tokens: got {max_tokens}, expected 1 or more")
-        eos = self._eos() if stop_at_eos else None
-        rows = [self._row(index, prompt, max_tokens, eos) for index, prompt in enumerate(prompts)]
-        return Generation(
-            tokens=np.stack([row.tokens for row in rows]),
-            finite=np.stack([row.finite for row in rows]),
-            gaps=np.stack([row.gaps for row in rows]),
-            prefill_s=np.array([row.seconds[0] for row in rows]),
-            prefill_tokens=np.array([len(prompt) for prompt in prompts]),
-            decode_s=tuple(np.array(row.seconds[1:]) for row in rows),
-            first_seen=tuple((index, step) for index, row in enumerate(rows) for step in row.first_seen),
-        )
+        check_rows(prompts, self.config.vocab_size)
+        return decode_rows(self._sequences, prompts, max_tokens, eos=self._eos() if stop_at_eos else None)
 
     @torch.inference_mode()
     def score(self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20, full_logits: bool = False) -> Scored:
         """Teacher-forced through the decode path: each prompt is prefilled, then every token is forced, one a pass."""
-        return self._scored(prompts, continuations, self._forced_logits, "decode", top_k=top_k, full_logits=full_logits)
+        check_pairs(prompts, continuations, self.config.vocab_size)
+        storage, vocab = self._storage(full_logits), self.config.vocab_size
+        return forced_scores(self._sequences, prompts, continuations, vocab=vocab, top_k=top_k, logits_dtype=storage)
 
     @torch.inference_mode()
     def score_single_pass(
         self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20, full_logits: bool = False
     ) -> Scored:
         """One pass over prompt and tokens, without a cache: the chunked form of the delta rule everywhere."""
-        return self._scored(
-            prompts, continuations, self._single_pass_logits, "single_pass", top_k=top_k, full_logits=full_logits
-        )
-
-    def _row(self, index: int, prompt: Sequence[int], max_tokens: int, eos: int | None) -> "_Row":
-        row, sequence, ids = _Row(max_tokens), self.sequence(), list(prompt)
-        with _as_engine_error(f"prompt {index}"):
-            for step in range(max_tokens):
-                begun = time.perf_counter()
-                choice = greedy(sequence.advance(ids))
-                row.seconds.append(time.perf_counter() - begun)
-                row.tokens[step], row.gaps[step], row.finite[step] = choice
-                if sequence.new_shape:
-                    row.first_seen.append(step - 1)
-                if choice.token == eos:
-                    break
-                ids = [choice.token]
-        return row
+        check_pairs(prompts, continuations, self.config.vocab_size)
+        table = ScoreTable(continuations, self.config.vocab_size, top_k=top_k, logits_dtype=self._storage(full_logits))
+        for index, (prompt, tokens) in enumerate(zip(prompts, continuations, strict=True)):
+            with as_engine_error(self._sequences, f"prompt {index}"):
+                for step, row in enumerate(self._single_pass_logits(prompt, tokens)):
+                    table.put(index, step, row)
+        return table.scored("single_pass")
 
     @property
     def config(self) -> ModelConfig:
@@ -166,49 +152,18 @@ class TransformersEngine:
         """A fresh sequence with its own cache."""
         return CachedSequence(self._loaded, self._shapes_run)
 
-    def _forced_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
-        sequence = self.sequence()
-        yield sequence.advance(list(prompt))
-        for token in tokens[:-1]:
-            yield sequence.advance([token])
+    @property
+    def _sequences(self) -> Sequences:
+        return Sequences(name="transformers", make=self.sequence, around=quiet)
+
+    def _storage(self, full_logits: bool) -> type[np.floating] | None:
+        return (np.float64 if self._loaded.dtype == "f64" else np.float32) if full_logits else None
 
     def _single_pass_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
         ids = torch.tensor([[*prompt, *tokens[:-1]]], device=self._loaded.device)
         out = self._loaded.model(input_ids=ids, use_cache=False, logits_to_keep=len(tokens))
         for position in range(len(tokens)):
             yield _float64(out.logits[0, position])
-
-    def _scored(
-        self,
-        prompts: Prompts,
-        continuations: Prompts,
-        logits_of: Callable[[Sequence[int], Sequence[int]], Iterator[np.ndarray]],
-        forced: str,
-        *,
-        top_k: int,
-        full_logits: bool,
-    ) -> Scored:
-        self._check_prompts(prompts)
-        self._check_prompts(continuations, what="continuation")
-        if len(prompts) != len(continuations):
-            raise UsageError(f"score: got {len(continuations)} continuations for {len(prompts)} prompts")
-        storage = (np.float64 if self._loaded.dtype == "f64" else np.float32) if full_logits else None
-        table = ScoreTable(continuations, self._loaded.config.vocab_size, top_k=top_k, logits_dtype=storage)
-        for index, (prompt, tokens) in enumerate(zip(prompts, continuations, strict=True)):
-            with _as_engine_error(f"prompt {index}"):
-                for step, row in enumerate(logits_of(prompt, tokens)):
-                    table.put(index, step, row)
-        return table.scored(forced)
-
-    def _check_prompts(self, prompts: Prompts, *, what: str = "prompt") -> None:
-        if not len(prompts):
-            raise InputError(f"got no {what}s, expected one or more")
-        vocab = self._loaded.config.vocab_size
-        for index, ids in enumerate(prompts):
-            if not len(ids):
-                raise InputError(f"{what} {index} is empty; expected one token or more")
-            if not all(0 <= token < vocab for token in ids):
-                raise InputError(f"{what} {index} holds an id outside 0..{vocab - 1}: another tokenizer made it")
 
     def _eos(self) -> int:
         eos = self._loaded.config.eos_token_id
@@ -237,30 +192,6 @@ class CachedSequence:
         self.new_shape = shape not in self._shapes_run
         self._shapes_run.add(shape)
         return row
-
-
-class _Row:
-    """One greedy row while it grows; past its end tokens are -1 and gaps NaN."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.tokens = np.full(max_tokens, -1, dtype=np.int32)
-        self.gaps = np.full(max_tokens, np.nan)
-        self.finite = np.ones(max_tokens, dtype=bool)
-        self.seconds: list[float] = []
-        self.first_seen: list[int] = []
-
-
-@contextmanager
-def _as_engine_error(where: str) -> Iterator[None]:
-    """Run the library quietly; what it raises while running becomes one line that names the prompt."""
-    try:
-        with quiet():
-            yield
-    except (InputError, UsageError, EngineError):
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise EngineError(f"transformers failed in {where}: {line}") from error
 
 
 def _float64(logits: torch.Tensor) -> np.ndarray:
