@@ -87,7 +87,7 @@ def run(config: Settings, flags: Flags) -> int:
         raise UsageError("bisect needs a second variant: b=NAME, as in b=device_kda (`neartie variants` lists them)")
     if config.a is not None:
         config = replace(config, a=None, variant=named_variant(config.a), label=config.a)
-    with Ledger(Path(config.results) / "ledger").begin(announced(config, "bisect")) as row:
+    with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "bisect")) as row:
         document, reason, place = (_shares if config.shares else _token)(config, other, row)
         document = {"a": config.label, "b": other, **document}
         site, layer = place if place else (None, None)

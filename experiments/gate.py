@@ -44,7 +44,7 @@ class Job:
 
 def run(config: Config, flags: Flags) -> int:
     """Run one gate and put its row on record, whatever comes of it; 1 where a requirement is not met."""
-    with Ledger(Path(config.results) / "ledger").begin(announced(config)) as row:
+    with Ledger(Path(config.results) / "ledger").begin(announced(config, flags)) as row:
         job = Job(row=row)
         flags.results.append(job)
         check_device(config.device)
@@ -60,7 +60,7 @@ def run(config: Config, flags: Flags) -> int:
 
 def report(flags: Flags) -> None:
     """One table of all jobs; a single job also lists every prompt that diverges."""
-    rows = [read_row(job.row.path) for job in flags.results]
+    rows = flags.rows if flags.many else [read_row(job.row.path) for job in flags.results]
     if flags.json:
         print(strict_json.dumps(rows if flags.many else rows[0]).decode())
         return
@@ -130,8 +130,8 @@ def texts(tokenizer: Path) -> Callable[[int], str | None] | None:
     return token_text(tokenizer) if tokenizer.is_file() else None
 
 
-def announced(config: Config, experiment: str = "gate") -> dict[str, object]:
-    """What a row says before its run: every setting that this engine reads, but not where the row lies."""
+def announced(config: Config, flags: Flags, experiment: str = "gate") -> dict[str, object]:
+    """What a row says before its run: its place in a sweep and every setting read, but not where the row lies."""
     settings, groups = READS[config.engine.kind]
     plain = {k: v for k, v in as_plain(config).items() if k not in {"model", "variant", "device"} - groups}
     # A server's address names somebody's machine.
@@ -145,6 +145,7 @@ def announced(config: Config, experiment: str = "gate") -> dict[str, object]:
         "model": config.model.path if "model" in groups else None,
         "seeds": {"seed": config.seed},
         "detail": {"config": plain},
+        **(flags.place.record() if flags.place else {}),
     }
 
 

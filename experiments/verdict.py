@@ -63,7 +63,7 @@ class Settings(Config):
 
 def run(config: Settings, flags: Flags) -> int:
     """Judge one run and put it on record; exit code 1 with --fail where it is a defect or invalid."""
-    with Ledger(Path(config.results) / "ledger").begin(announced(config, "verdict")) as row:
+    with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "verdict")) as row:
         check_device(config.device)
         with policy(config.device, tf32=config.variant.tf32), ExitStack() as stack:
             verdict, gate = _judged(config, row, stack)

@@ -3,10 +3,14 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from experiments.commands import EVERYWHERE, HELP, Command
 from harness.nearest import did_you_mean
 from variants.errors import UsageError
+
+if TYPE_CHECKING:
+    from harness.sweep import Place
 
 # A key as it is typed; the words of an action (a path, say) may hold an equals sign of their own.
 OVERRIDE = re.compile(r"^(~|\+{0,2}[A-Za-z_][\w./@]*=)")
@@ -17,7 +21,8 @@ class Flags:
     """What a command is told beyond its Config.
 
     values: flags by name, with their value or "". action: the second word of a command that has actions, and `words`
-    those after it. many: whether -m was given. results: what each job leaves for `report`.
+    those after it. many: whether -m was given. results: what each job leaves for `report`; `rows`: the rows of a sweep,
+    for its report. place: where in a sweep this job stands.
     """
 
     values: dict[str, str] = field(default_factory=dict)
@@ -25,6 +30,8 @@ class Flags:
     words: tuple[str, ...] = ()
     many: bool = False
     results: list = field(default_factory=list)
+    rows: list[dict] = field(default_factory=list)
+    place: "Place | None" = None
 
     @property
     def json(self) -> bool:

@@ -33,16 +33,18 @@ class Listing:
     unreadable: tuple[Unreadable, ...]
 
 
-def read_folder(root: Path, *, newest: int = SCHEMA) -> Listing:
+def read_folder(root: Path, *, newest: int = SCHEMA, since: str = "") -> Listing:
     """Read every row and marker under `root`; a folder that is not there yet is an empty ledger.
 
-    Raises InputError for a row of a newer schema than `newest`, DeviceError for a folder that cannot be read.
+    since: the first letters of a file name, `20261130T2138` say; earlier files are not looked at. Raises InputError for a row of a newer schema than `newest`, DeviceError for a folder that cannot be read.
     """
     rows: dict[str, dict] = {}
     running: dict[str, dict] = {}
     unreadable: list[Unreadable] = []
     # Markers first: a run that ends between the two listings is then found as a row, never missed.
     for path in [*files(root, MARKER), *files(root, ROW)]:
+        if path.name < since:
+            continue
         try:
             alive, row = _marker(path, newest) if path.suffix == MARKER else (False, read_row(path, newest=newest))
         except NeartieError:

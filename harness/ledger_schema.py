@@ -65,6 +65,7 @@ FIELDS: dict[str, object] = {
         "tf32": bool,
     },
     "seeds": ANY,
+    "sweep": {"id": str, "job": int, "of": int, "words": list},
     "wall_s": float,
     "error": str,
     "detail": dict,

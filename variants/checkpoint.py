@@ -70,6 +70,12 @@ def load_checkpoint(
     )
 
 
+def weights_sha256(path: str | Path) -> str:
+    """`Checkpoint.sha256` of the directory as it is now, without loading it; raises InputError where it is broken."""
+    digests = {file.path.name: _file_sha256(file.path) or "" for file in find_weights(Path(path))}
+    return _checked_sha256(Path(path), digests, None)
+
+
 def _available(device: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device).device
