@@ -1,8 +1,8 @@
 """The one console command, `neartie`: a subcommand, then Hydra override words and `--flags`.
 
 Jobs of a multirun run one after the other in this process, so that a model is loaded once, and each is contained: its
-failure is one line, the others still run, and the exit code is the worst. Hydra composes and parses; it makes no output
-folder, since a run's record is its row in the ledger.
+failure is one line, the others still run, and the exit code is the worst (`experiments.sweep`). Hydra composes and
+parses; it makes no output folder, since a run's record is its row in the ledger.
 """
 
 import importlib
@@ -10,17 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 from experiments import usage, words
 from experiments.commands import Command, available
-from experiments.outcome import INTERRUPTED, Contained
+from experiments.outcome import Contained
 from harness.nearest import did_you_mean
 from variants.errors import UsageError
-
-if TYPE_CHECKING:
-    from harness.config import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,46 +52,24 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def _run(command: Command, line: words.Line) -> int:
-    """Every job's settings are composed before the first one runs, so that a misspelt word costs nothing."""
+    """One run, or with -m the sweep."""
+    from experiments import sweep
     from harness.compose import as_yaml, load
     from harness.config import Config
-    from harness.overrides import jobs
 
     module = importlib.import_module(command.module)
     root = getattr(module, "Settings", Config)
-    work = jobs(line.overrides) if line.flags.many else [list(line.overrides)]
-    configs = [load(job, root=root) for job in work]
+    if line.flags.many:
+        return sweep.run(command, line, module, root)
+    sweep.refuse_outside(line.overrides)
+    config = load(line.overrides, root=root)
     if "config" in line.flags.values:
-        print("---\n".join(as_yaml(config) for config in configs), end="")
+        print(as_yaml(config), end="")
         return 0
-    outcomes: list[Contained] = []
-    for job, config in zip(work, configs, strict=True):
-        outcomes.append(_run_job(module, job, config, line.flags))
-        if outcomes[-1].code == INTERRUPTED:
-            break
+    code = module.run(config, line.flags)
     if hasattr(module, "report"):
         module.report(line.flags)
-    if line.flags.many:
-        _summarise(outcomes, len(work))
-    return max(outcome.code for outcome in outcomes)
-
-
-def _run_job(module: ModuleType, job: Sequence[str], config: "Config", flags: words.Flags) -> Contained:
-    """One job; an error is kept in what is returned for a multirun, and raised for a single run."""
-    outcome = Contained(" ".join(job), contain=flags.many)
-    with outcome:
-        outcome.code = module.run(config, flags)
-    return outcome
-
-
-def _summarise(outcomes: Sequence[Contained], planned: int) -> None:
-    """On stderr: each job that failed, and how many were never started."""
-    failed = [o for o in outcomes if o.message]
-    if failed or len(outcomes) < planned:
-        left = planned - len(outcomes)
-        print(f"neartie: {len(failed)} of {planned} jobs failed, {left} not started", file=sys.stderr)
-    for outcome in failed:
-        print(f"neartie: error: [{outcome.job}] {outcome.message}", file=sys.stderr)
+    return code
 
 
 def _print_error(outcome: Contained, *, as_json: bool) -> None:

@@ -22,7 +22,7 @@ class Flag:
 class Command:
     """One subcommand; `actions` are its second words, each with the names of the words that follow it.
 
-    words: the names of the words that a command without actions takes.
+    words: the names of the words that a command without actions takes. rows: each job leaves a row of the ledger.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Command:
     flags: tuple[Flag, ...] = ()
     actions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     words: tuple[str, ...] = ()
+    rows: bool = False
 
     @property
     def exists(self) -> bool:
@@ -59,6 +60,7 @@ COMMANDS: tuple[Command, ...] = (
         name="gate",
         summary="run variants against golden tokens: agreement, divergence, speed",
         module="experiments.gate",
+        rows=True,
         usage="neartie gate [-m] [variant=V] [golden=G] [model=DIR] [engine=E] ...",
         text=(
             "variant=V  a named variant (`neartie variants`); variant.gemm=f32 changes it\n"
@@ -75,6 +77,7 @@ COMMANDS: tuple[Command, ...] = (
         name="verdict",
         summary="rounding or defect, and where: every instrument the engine allows",
         module="experiments.verdict",
+        rows=True,
         usage="neartie verdict [variant=V] [golden=G] [engine=transformers] ...",
         text=(
             "Local replay and precision ladder name the site and layer of a defect; the\n"
@@ -93,6 +96,7 @@ COMMANDS: tuple[Command, ...] = (
         name="bisect",
         summary="which places, or which axes, make two variants differ",
         module="experiments.bisect",
+        rows=True,
         usage="neartie bisect a=A b=B [token=[P,T]] [shares=true] [golden=G] ...",
         text=(
             "Where A and B first differ at all, beyond rounding, and in function; then the\n"

@@ -67,9 +67,10 @@ def report(flags: Flags) -> None:
     print("\n".join(line.rstrip() for line in text(gate_table(rows)).splitlines()))
     for line in _same_arms(rows):
         print(line)
-    results: list[GateResult] = [job.result for job in flags.results if job.result is not None]
-    for result in results:
-        lines = [*result.notes, *([] if flags.many else _details(result))]
+    for row in rows:
+        lines = list((row["detail"] or {}).get("notes") or ())
+        if not flags.many and flags.results[0].result is not None:
+            lines += _details(flags.results[0].result)
         if lines:
             print("\n".join(["", *lines]))
 
@@ -157,7 +158,11 @@ def _mapping(value: object) -> Mapping[str, object]:
 def _same_arms(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each pair of variants that were seen to do the same at every site: their rows compare nothing."""
     seen = [(row["variant"], row["recipe"]["observed"]) for row in rows if row["recipe"]["observed"]]
-    return [f"{a} and {b}: the same arm, for what ran is equal" for (a, x), (b, y) in combinations(seen, 2) if x == y]
+    return [
+        f"{a} and {b}: the same arm, for what ran is equal"
+        for (a, x), (b, y) in combinations(seen, 2)
+        if a != b and x == y
+    ]
 
 
 PROMPT = ("prompt", "agree", "prefix", "at", "golden", "candidate", "golden's gap", "own gap", "margin")

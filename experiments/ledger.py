@@ -53,7 +53,7 @@ def _columns(row: Row) -> list[object]:
         row["golden"],
         agree,
         None if speed is None else round(speed, 1),
-        row["verdict"]["class"] or row["error"],
+        _short(row["verdict"]["class"] or row["error"] or ""),
     ]
 
 

@@ -2,14 +2,19 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.callbacks import Callbacks
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -19,6 +24,8 @@ from variants.axes import SiteOverride, Variant
 from variants.errors import UsageError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+
+PLUGINS = ("joblib", "submitit", "ray", "optuna")  # the extras of this project that bring a plugin of Hydra's
 
 C = TypeVar("C", bound=Config)
 
@@ -49,6 +56,44 @@ def named_variant(name: str) -> Variant:
     return load([f"variant={name}"]).variant
 
 
+def experiment_sweep(name: str) -> list[str]:
+    """The words that conf/experiment/NAME.yaml sweeps over, from its `hydra.sweeper.params`; none for another file."""
+    path = CONF / "experiment" / f"{name}.yaml"
+    loaded = OmegaConf.load(path) if path.is_file() else None
+    params = OmegaConf.select(loaded, "hydra.sweeper.params") if isinstance(loaded, DictConfig) else None
+    return [f"{key}={value}" for key, value in params.items()] if params else []
+
+
+def launcher(words: Sequence[str], task: Callable[[Any], Any], *, folder: Path) -> Launcher:
+    """The launcher that Hydra's own words name, ready to run `task` for each job; its files go under `folder`.
+
+    Raises UsageError where its plugin is not installed, or it does not take one of the words.
+    """
+    ConfigStore.instance().store(name="schema", node=schema(Config))
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
+    where = [f"hydra.sweep.dir={quote(str(folder))}", "hydra.sweep.subdir='${hydra.job.num}'", "hydra.job.name=neartie"]
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            composed = hydra.compose_config(
+                config_name="config",
+                overrides=[*quiet, *where, *words],
+                run_mode=RunMode.MULTIRUN,
+                from_shell=False,
+                with_log_configuration=False,
+            )
+            context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks())
+            return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(f"{one_line(error)}{_missing_plugin(words)}") from error
+
+
+def _missing_plugin(words: Sequence[str]) -> str:
+    named = [word.partition("=")[2].partition("_")[0] for word in words if word.startswith("hydra/")]
+    return "".join(f"; is it installed? pip install 'neartie[{name}]'" for name in named if name in PLUGINS)
+
+
 def groups() -> dict[str, tuple[str, ...]]:
     """The groups of conf/ and the choices of each, in alphabetical order."""
     folders = sorted(p for p in CONF.iterdir() if p.is_dir() and not p.name.startswith("_"))
@@ -57,7 +102,8 @@ def groups() -> dict[str, tuple[str, ...]]:
 
 def choice_summary(group: str, name: str) -> str:
     """The first line of a choice's file: a comment that says what it is."""
-    first = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    lines = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    first = next(line for line in lines if not line.startswith("# @package"))
     return first.removeprefix("#").strip()
 
 

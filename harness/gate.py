@@ -182,6 +182,11 @@ def check_requirement(golden: Golden, require: str | None) -> None:
         )
     if require == "strict" and golden.bar is not Bar.STRICT:
         raise UsageError(f"--require=strict: the runs of golden {golden.name} differ; ask for --require=bar")
+    _, prompts, tokens = golden.tokens.shape
+    if require is not None and require.isdigit() and int(require) > prompts * tokens:
+        raise UsageError(
+            f"--require={require}: golden {golden.name} has {prompts * tokens} tokens; ask for at most those"
+        )
 
 
 def is_met(agreement: Agreement, require: str | None) -> bool:

@@ -36,7 +36,8 @@ class Listing:
 def read_folder(root: Path, *, newest: int = SCHEMA, since: str = "") -> Listing:
     """Read every row and marker under `root`; a folder that is not there yet is an empty ledger.
 
-    since: the first letters of a file name, `20261130T2138` say; earlier files are not looked at. Raises InputError for a row of a newer schema than `newest`, DeviceError for a folder that cannot be read.
+    since: the first letters of a file name, `20261130T2138` say; earlier files are not looked at. Raises InputError for
+    a row of a newer schema than `newest`, DeviceError for a folder that cannot be read.
     """
     rows: dict[str, dict] = {}
     running: dict[str, dict] = {}
