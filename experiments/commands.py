@@ -222,12 +222,26 @@ COMMANDS: tuple[Command, ...] = (
             "list         one line a run, oldest first; also without an action\n"
             "show RUN     the whole record; RUN is a run id or the start of one\n"
             "diff RUN RUN what differs; refused where the two cannot be compared\n"
+            "query SQL    a SELECT over the table `runs` (DuckDB; columns: describe runs)\n"
+            "frontier     agreement against tok/s, newest run of each variant\n"
+            "history variant=V  its runs in order of time, with the change in agreement\n"
             "export FILE  every row, flat, to FILE.csv or FILE.parquet\n"
-            "migrate      rows of older schemas written again, shorter; readers see no change"
+            "compact      all rows in one Parquet file too, checked; the raw files stay\n"
+            "migrate      rows of older schemas written again, shorter; they read the same"
         ),
         example="neartie ledger list --published",
         flags=(Flag(name="published", help="the campaign's published rows too"),),
-        actions={"list": (), "show": ("RUN",), "diff": ("RUN", "RUN"), "export": ("FILE",), "migrate": ()},
+        actions={
+            "list": (),
+            "show": ("RUN",),
+            "diff": ("RUN", "RUN"),
+            "export": ("FILE",),
+            "migrate": (),
+            "compact": (),
+            "query": ("SQL",),
+            "frontier": (),
+            "history": (),
+        },
     ),
     Command(
         name="variants",

@@ -1,5 +1,6 @@
 """Reading a ledger folder: rows in time order, runs in flight, runs that crashed, and files that are no rows."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,18 +34,19 @@ class Listing:
     unreadable: tuple[Unreadable, ...]
 
 
-def read_folder(root: Path, *, newest: int = SCHEMA, since: str = "") -> Listing:
+def read_folder(root: Path, *, newest: int = SCHEMA, since: str = "", only: Collection[str] | None = None) -> Listing:
     """Read every row and marker under `root`; a folder that is not there yet is an empty ledger.
 
-    since: the first letters of a file name, `20261130T2138` say; earlier files are not looked at. Raises InputError for
-    a row of a newer schema than `newest`, DeviceError for a folder that cannot be read.
+    since: the first letters of a file name, `20261130T2138` say; earlier files are not looked at. only: the stems
+    of the files to look at, None for all. Raises InputError for a row of a newer schema than `newest`, DeviceError for
+    a folder that cannot be read.
     """
     rows: dict[str, dict] = {}
     running: dict[str, dict] = {}
     unreadable: list[Unreadable] = []
     # Markers first: a run that ends between the two listings is then found as a row, never missed.
     for path in [*files(root, MARKER), *files(root, ROW)]:
-        if path.name < since:
+        if path.name < since or (only is not None and path.stem not in only):
             continue
         try:
             alive, row = _marker(path, newest) if path.suffix == MARKER else (False, read_row(path, newest=newest))

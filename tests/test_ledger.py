@@ -1,7 +1,9 @@
 """The ledger's writer: every run leaves one whole row, whatever ends it, and writers never harm each other."""
 
+import errno
 import json
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -242,6 +244,53 @@ def test_kill_in_the_middle_of_writing_tears_nothing(tmp_path: Path):
     crashed = [row for row in listing.rows if row["status"] == "crashed"]
     assert len(crashed) <= 1
     assert all(row["detail"]["first"] == row["detail"]["last"] for row in listing.rows if row["status"] == "ok")
+
+
+ACKNOWLEDGING = WRITER.replace("int(sys.argv[2])", "sys.argv[2]").rstrip() + "\n    print(mark, flush=True)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_kills_at_random_over_200_appends_lose_nothing(tmp_path: Path):
+    """P39: 8 writers are killed at random moments and started again until 200 rows were acknowledged: all are whole."""
+    chance = random.Random(7)
+    acknowledged: set[str] = set()
+    kills = generation = 0
+    while len(acknowledged) < 200:
+        names = [f"{generation}{writer}" for writer in range(8)]
+        writers = [python(ACKNOWLEDGING, tmp_path / "ledger", name, "1000") for name in names]
+        time.sleep(chance.uniform(1.0, 4.0))
+        for writer in writers:
+            time.sleep(chance.uniform(0, 0.02))
+            writer.kill()
+            kills += 1
+        for writer in writers:
+            said, _ = writer.communicate()
+            acknowledged |= set(said.split("\n")[:-1])
+        generation += 1
+    listing = Ledger(tmp_path / "ledger").read()
+    ok = [row["detail"] for row in listing.rows if row["status"] == "ok"]
+    crashed = [row for row in listing.rows if row["status"] == "crashed"]
+    assert (listing.unreadable, listing.running) == ((), ())
+    assert all(detail["first"] == detail["last"] for detail in ok)
+    assert acknowledged <= {detail["last"] for detail in ok}
+    assert len({detail["last"] for detail in ok}) == len(ok)
+    assert len(crashed) <= kills
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where the disk is full the run ends with one line that names the folder, and nothing half-written stays."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = Ledger(tmp_path).begin({"variant": "f32"})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DeviceError, match=r"cannot be written \(No space left on device\)") as caught:
+            run.finish()
+    assert "\n" not in str(caught.value)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".running"]
 
 
 def test_another_process_under_the_same_id_is_not_taken_for_the_run(tmp_path: Path):
