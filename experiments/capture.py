@@ -98,7 +98,7 @@ def _captured(config: Settings, old: Golden | None) -> Golden:
     )
     engine = make_engine(config)
     made = {"environment": environment(device=config.device.torch_name), "prompts_note": asked.note}
-    detail = announced(config, "capture")["detail"]
+    detail = announced(config, Flags(), "capture")["detail"]
     assert isinstance(detail, dict)
     made["settings"] = {k: detail["config"][k] for k in ("engine", "variant", "device") if k in detail["config"]}
     question = {"settings": made["settings"], "model": engine.info.model_sha256, "version": engine.info.version}

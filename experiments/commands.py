@@ -66,7 +66,8 @@ COMMANDS: tuple[Command, ...] = (
             "variant=V  a named variant (`neartie variants`); variant.gemm=f32 changes it\n"
             "golden=G   gate, wide, or a path\n"
             "model=DIR  a checkpoint folder; left out, the shipped one\n"
-            "engine=E   local, transformers (engine.dtype=bf16), replay (engine.folder=DIR)\n"
+            "engine=E   local, transformers, openai (engine.url=URL), vllm, replay\n"
+            "           (engine.folder=DIR or FILE of tokens)\n"
             "limit=N  max_tokens=N  only the first prompts, the first tokens of each\n"
             "A row below the bar is a result and exits 0, unless --require asks for more."
         ),
@@ -86,11 +87,12 @@ COMMANDS: tuple[Command, ...] = (
             "limit=N  max_tokens=N  only the first prompts, the first tokens of each\n"
             "members=8  seed=0  noisy members, of the envelope and of the expected score\n"
             "reference=bf16_engine  the variant that stands for the golden's engine\n"
-            "declared=V  the variant that engine=transformers is taken to compute as\n"
+            "declared=V  the variant that another engine is taken to compute as\n"
+            "noise=NATS  of an engine judged by tokens alone, without logprobs\n"
             "A defect is a result and exits 0, unless --fail is given."
         ),
         example="neartie verdict engine=transformers engine.dtype=bf16",
-        flags=(Flag(name="fail", help="exit 1 where the verdict is DEFECT or INVALID"),),
+        flags=(Flag(name="fail", help="exit 1 where the verdict is DEFECT, SUSPECT or INVALID"),),
     ),
     Command(
         name="bisect",
@@ -142,6 +144,19 @@ COMMANDS: tuple[Command, ...] = (
             Flag(name="who", value="NAME", help="who replaces it"),
             Flag(name="compared", value="WORDS", help="what old and new code gave here, if the environment moved"),
         ),
+    ),
+    Command(
+        name="cross",
+        summary="engines against each other: agreement, verdict, largest margin",
+        module="experiments.cross",
+        usage="neartie cross engines=[E,E,...] [goldens=[G,...]] [limit=N] ...",
+        text=(
+            "Each engine runs each golden's prompts once and is then reference to all the\n"
+            "others, beside the golden itself: a table a golden, references down, candidates\n"
+            "across. An engine is a variant's name, an engine's, or words in quotes. What is\n"
+            "finished stays, so a stopped run goes on where it was."
+        ),
+        example="neartie cross \"engines=[f32,'transformers engine.dtype=bf16']\"",
     ),
     Command(
         name="explain",
@@ -278,11 +293,15 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="doctor",
-        summary="what is installed, which devices there are, are the assets whole",
+        summary="what is installed, are the assets whole; or what an engine offers",
         module="experiments.doctor",
-        usage="neartie doctor",
-        text="Exit code 4 when something that every run needs is missing.",
-        example="neartie doctor --json",
+        usage="neartie doctor [engine=E ...] [golden=G]",
+        text=(
+            "Exit code 4 when something that every run needs is missing. With engine=E: what\n"
+            "it takes and gives, which instruments that allows, and its limits; a server is\n"
+            "asked for a token after G's first prompt. Exit code 5 where it returns no ids."
+        ),
+        example="neartie doctor engine=openai engine.url=http://127.0.0.1:8000",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""`neartie doctor`: what is installed, which devices there are, whether the shipped files are whole."""
+"""`neartie doctor`: what is installed and whether the shipped files are whole; or what one engine offers."""
 
 import hashlib
 import importlib.util
@@ -8,20 +8,31 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import fill
 
 from experiments.words import Flags
-from harness.config import Config
+from harness.config import Config, EngineKind
+from harness.engines import make_engine
 from harness.engines.assets import ASSETS, checkpoint_folder
+from harness.engines.protocol import Probing
+from harness.golden import load_golden
+from harness.golden_model import is_made_of
+from harness.offers import NOTES, instruments, offers
 from harness.text_table import text_table
 from variants.checkpoint import load_checkpoint
-from variants.errors import DeviceError, InputError
+from variants.errors import DeviceError, EngineError, InputError
 
 NEEDED = ("torch", "numpy", "hydra-core", "omegaconf", "pandas", "pyarrow", "safetensors")
 OPTIONAL = ("transformers", "triton", "matplotlib", "pytest", "ruff", "pyright")
 
 
 def run(config: Config, flags: Flags) -> int:
-    """Print each finding; 4 where a package or the results folder cannot be used, 3 where a shipped file is broken."""
+    """Print each finding; of another engine than ours, what it offers.
+
+    4 where a package or the results folder cannot be used, 3 where a shipped file is broken.
+    """
+    if config.engine.kind is not EngineKind.local:
+        return _engine(config, flags)
     findings = [*_packages(), *_devices(), _results(Path(config.results)), _assets(), _model(config)]
     if flags.json:
         print(json.dumps([dict(zip(("what", "found", "exit_code"), f, strict=True)) for f in findings]))
@@ -33,6 +44,24 @@ def run(config: Config, flags: Flags) -> int:
             )
         )
     return max(code for _, _, code in findings)
+
+
+def _engine(config: Config, flags: Flags) -> int:
+    """One screen on one engine, asked once where it is a server; 5 where it returns no ids."""
+    golden = load_golden(config.golden)
+    engine = make_engine(config)
+    if isinstance(engine, Probing):
+        engine.probe(golden.prompts[0])
+    info = engine.info
+    found, allowed = offers(info), instruments(info, oracle=is_made_of(golden, config.model))
+    limits = [*info.limits, *NOTES.get(info.name, ())]
+    if flags.json:
+        print(json.dumps({"offers": dict(found), "instruments": dict(allowed), "limits": limits}))
+    else:
+        print(text_table(("offers", ""), found))
+        print("\n" + text_table(("instrument", ""), allowed))
+        print("".join(f"\n{fill(limit, 100)}" for limit in limits))
+    return 0 if info.ids_out else EngineError.exit_code
 
 
 Finding = tuple[str, str, int]

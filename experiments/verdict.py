@@ -17,6 +17,7 @@ from harness.engines.local import LocalEngine, shared_casts
 from harness.engines.protocol import Engine
 from harness.gate import GateResult, part_of, run_gate
 from harness.golden import Golden, load_golden
+from harness.golden_model import is_made_of
 from harness.ledger import Ledger, Run
 from harness.numerics import check_device, policy
 from harness.pregate import check_vocabulary
@@ -62,7 +63,7 @@ class Settings(Config):
 
 
 def run(config: Settings, flags: Flags) -> int:
-    """Judge one run and put it on record; exit code 1 with --fail where it is a defect or invalid."""
+    """Judge one run and put it on record; exit code 1 with --fail where it is a defect, suspect or invalid."""
     with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "verdict")) as row:
         check_device(config.device)
         with policy(config.device, tf32=config.variant.tf32), ExitStack() as stack:
@@ -72,7 +73,7 @@ def run(config: Settings, flags: Flags) -> int:
         print(strict_json.dumps({"run_id": row.run_id, **verdict.record()}).decode())
     else:
         print(text(config, verdict, gate))
-    bad = verdict.run_class in (RunClass.defect, RunClass.invalid)
+    bad = verdict.run_class in (RunClass.defect, RunClass.suspect, RunClass.invalid)
     return DEFECT if bad and "fail" in flags.values else 0
 
 
@@ -143,11 +144,9 @@ def _outside(
 
 def _oracle(config: Settings, golden: Golden) -> Casts | None:
     """The checkpoint, where its weights are those that the golden says it was made of."""
-    made_of = golden.provenance.get("model_sha256")
-    if made_of is None or config.model.sha256 not in (None, made_of):
+    if not is_made_of(golden, config.model):
         return None
-    casts = shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, config.device.torch_name)
-    return casts if casts.checkpoint.sha256 == made_of else None
+    return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, config.device.torch_name)
 
 
 def _taken_for(config: Settings, model: ModelConfig) -> Recipe:

@@ -40,7 +40,10 @@ class HasProvenance(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be captured. top_k: logprobs to keep of run 0, 0 for none. stop_at_eos: rows end after EOS."""
+    """What is to be captured. top_k: logprobs to keep of run 0, 0 for none. stop_at_eos: rows end after EOS.
+
+    arms: whether to ask in the engine's other ways too.
+    """
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -49,6 +52,7 @@ class Plan:
     max_tokens: int
     stop_at_eos: bool
     top_k: int = 20
+    arms: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,7 @@ def capture(engine: Engine, plan: Plan, *, journal: Journal, made: Mapping[str, 
     for k, run in enumerate(runs):
         _check_run(golden, engine.info, run, plan, f"run {k}")
     found = [jitter(f"repeat {k}", runs[0], runs[k]) for k in range(1, plan.runs)]
-    for way, arm in engine.arms().items() if isinstance(engine, HasArms) else ():
+    for way, arm in engine.arms().items() if plan.arms and isinstance(engine, HasArms) else ():
         run = _whole(arm, plan, journal, way)
         _check_run(golden, arm.info, run, plan, way)
         found.append(jitter(way, runs[0], run))

@@ -20,6 +20,7 @@ class Cause(Enum):
     tie = "tie"
     rounding = "rounding"
     routing = "rounding amplified by routing"
+    suspect = "suspect"
     defect = "defect"
     golden_side = "defect on the golden's side"
     non_finite = "non-finite"

@@ -20,10 +20,11 @@ OUTER = ("envelope", "expected_score")  # instruments whose finding is a matter 
 
 
 class RunClass(Enum):
-    """The class of a whole run."""
+    """The class of a whole run. SUSPECT is of tokens alone: beyond the noise, by routing or by a defect."""
 
     passed = "PASS"
     rounding = "ROUNDING"
+    suspect = "SUSPECT"
     defect = "DEFECT"
     invalid = "INVALID"
 

@@ -23,6 +23,7 @@ from harness.verdict import RunClass, Verdict
 
 ALPHA = 1e-3  # family-wise, over the divergences
 FEWEST_PLACES = 8
+WITHIN = 0.6827  # the share of a normal distribution that one standard deviation holds
 ASSUMED_NOISE_NATS = 0.125  # one step of bf16 logits between 16 and 32
 MANY = 10_000  # degrees of freedom of a noise that is named, not measured
 
@@ -123,7 +124,8 @@ def noise_of(golden: Golden, generation: Generation, agreement: Agreement) -> No
                 shifts.append(own - theirs)
     if len(shifts) < FEWEST_PLACES:
         return None
-    sigma = float(np.sqrt(np.mean(np.square(shifts))))
+    # The half-width that holds 68 %: one exchange of experts must not pass for everybody's noise.
+    sigma = float(np.quantile(np.abs(shifts), WITHIN))
     return Noise(sigma=sigma, places=len(shifts), said=f"{sigma:.3g} nat, measured at {len(shifts)} shared places")
 
 
@@ -151,7 +153,7 @@ def _judged(golden: Golden, generation: Generation, n: int, t: int, noise: Noise
         z = shift / noise.sigma if noise.sigma > 0 else (0.0 if shift == 0 else float("inf"))
         p = min(1.0, 2 * float(upper_t(z, noise.places or MANY))) if np.isfinite(z) else 0.0
         tie = theirs == 0.0 or own == 0.0
-        cause = Cause.defect if p < ALPHA / max(total, 1) else Cause.tie if tie else Cause.rounding
+        cause = Cause.suspect if p < ALPHA / max(total, 1) else Cause.tie if tie else Cause.rounding
     return SeenDivergence(
         prompt=n, position=t, golden_token=a, token=b, golden_margin=theirs, candidate_margin=own, shift=shift,
         sigma=noise.sigma, cause=cause, p=p, note=note,
@@ -190,10 +192,11 @@ def _class(golden: Golden, agreement: Agreement, seen: Sequence[SeenDivergence],
         return RunClass.passed, f"{agreement.matched}/{agreement.total}: the tokens agree{once}"
     if weak := cannot_discriminate(golden, noise.sigma):
         return RunClass.invalid, weak
-    bad = [d for d in seen if d.cause is Cause.defect]
+    bad = [d for d in seen if d.cause is Cause.suspect]
     if bad:
-        worst = min(bad, key=lambda d: d.p or 0.0)
-        return RunClass.defect, f"{worst.reason}; noise {noise.said}"
+        worst = max(bad, key=lambda d: d.shift or 0.0)
+        more = "a change of routing or a defect, which tokens alone do not tell apart"
+        return RunClass.suspect, f"{worst.reason}; noise {noise.said}: {more}"
     unknown = [d for d in seen if d.cause is None]
     if unknown or not seen:
         why = unknown[0].reason if unknown else "a row ended where the other went on"

@@ -63,7 +63,7 @@ NOISE = [0.03, -0.04, 0.035, -0.03, 0.04, -0.035, 0.03, -0.04, 0.035, -0.03, 0.0
 
 
 @pytest.mark.parametrize(
-    ("golden_margin", "run_class", "cause"), [(0.036, "ROUNDING", Cause.rounding), (0.36, "DEFECT", Cause.defect)]
+    ("golden_margin", "run_class", "cause"), [(0.036, "ROUNDING", Cause.rounding), (0.36, "SUSPECT", Cause.suspect)]
 )
 def test_p24_a_gap_of_one_sigma_is_rounding_and_of_ten_is_not(
     golden_margin: float, run_class: str, cause: Cause
@@ -75,7 +75,7 @@ def test_p24_a_gap_of_one_sigma_is_rounding_and_of_ten_is_not(
     assert verdict.run_class.value == run_class
     (d,) = verdict.divergences
     assert d.cause is cause  # type: ignore[attr-defined]
-    assert verdict.figures["noise_nats"] == pytest.approx(0.035, rel=0.05)
+    assert verdict.figures["noise_nats"] == pytest.approx(0.035, rel=0.1)
     assert verdict.confidence == "low"
 
 
@@ -91,8 +91,8 @@ def test_a_noise_that_hides_every_gap_is_no_verdict() -> None:
     [
         (0.0, None, "ROUNDING", "no evidence of a tie"),
         (0.25, None, "ROUNDING", "2.0 sigma: rounding (by the reference"),
-        (0.25, 0.03, "DEFECT", "8.3 sigma: defect"),
-        (np.inf, None, "DEFECT", "outside the list of the reference"),
+        (0.25, 0.03, "SUSPECT", "8.3 sigma: suspect"),
+        (np.inf, None, "SUSPECT", "outside the list of the reference"),
         (np.nan, None, "INVALID", "no gap was recorded here"),
     ],
 )

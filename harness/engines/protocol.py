@@ -109,3 +109,12 @@ class Engine(Protocol):
     def score(self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20) -> Scored:
         """Teacher-forced logprobs of `continuations`, one row a prompt."""
         ...
+
+
+@runtime_checkable
+class Probing(Protocol):
+    """An engine that must be asked to know what it offers."""
+
+    def probe(self, prompt: Sequence[int]) -> None:
+        """Ask for as little as tells; `info` says more afterwards."""
+        ...
