@@ -77,9 +77,10 @@ def summarize(generation: Generation) -> Timing:
     A prefill of NaN seconds and an empty `decode_s` were not timed: their rates are null. Raises EngineError when the
     engine's times do not fit its tokens.
     """
-    tokens, batch = generation.tokens, generation.batch
+    tokens, together = generation.tokens, bool(generation.decode_tokens)
+    batch = 1 if together else generation.batch
     groups = [slice(start, start + batch) for start in range(0, len(tokens), batch)]
-    if generation.decode_s and len(generation.decode_s) != len(groups):
+    if generation.decode_s and not together and len(generation.decode_s) != len(groups):
         raise EngineError(
             f"engine timed {len(generation.decode_s)} batches, expected {len(groups)} for {len(tokens)} rows by {batch}"
         )
@@ -94,22 +95,29 @@ def summarize(generation: Generation) -> Timing:
             steps.append(
                 Step(batch=index, step=PREFILL, tokens=prompt, new_tokens=new, seconds=seconds, first_seen=apart)
             )
-        if generation.decode_s:
-            steps += _decode_steps(index, tokens[rows], generation.decode_s[index], first_seen)
+        if generation.decode_s and not together:
+            counts = _yielded(tokens[rows], len(generation.decode_s[index]))
+            steps += _decode_steps(index, counts, generation.decode_s[index], first_seen)
+    if together:
+        steps += _decode_steps(0, generation.decode_tokens[0], generation.decode_s[0], first_seen)
     decoded = int(np.count_nonzero(tokens[:, 1:] >= 0)) if generation.decode_s else 0
     return timing_of(steps, decoded=decoded, prefilled=len(groups))
 
 
-def _decode_steps(batch: int, tokens: np.ndarray, seconds: np.ndarray, first_seen: set[tuple[int, int]]) -> list[Step]:
-    """tokens: [rows, T] of one batch; step s yields column s + 1, and nothing past the last column."""
-    yielded = np.zeros(len(seconds), dtype=int)
-    counts = np.count_nonzero(tokens[:, 1:] >= 0, axis=0)[: len(seconds)]
+def _yielded(tokens: np.ndarray, steps: int) -> np.ndarray:
+    """Tokens of each step of one batch [rows, T]: step s yields column s + 1, and nothing past the last column."""
+    yielded = np.zeros(steps, dtype=int)
+    counts = np.count_nonzero(tokens[:, 1:] >= 0, axis=0)[:steps]
     yielded[: len(counts)] = counts
+    return yielded
+
+
+def _decode_steps(batch: int, counts: np.ndarray, seconds: np.ndarray, first_seen: set[tuple[int, int]]) -> list[Step]:
     return [
         Step(
             batch=batch, step=s, tokens=int(n), new_tokens=int(n), seconds=float(t), first_seen=(batch, s) in first_seen
         )
-        for s, (n, t) in enumerate(zip(yielded, seconds, strict=True))
+        for s, (n, t) in enumerate(zip(counts, seconds, strict=True))
     ]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from harness.implementations import JOINED, expected_function
-from variants import decode
+from harness.short_run import short_run
 from variants.dtypes import DType, dtype_of, narrowest_holding
 from variants.model import Model
 from variants.recipe import Recipe, Rule
@@ -69,18 +69,21 @@ class Observed:
     places: Mapping[str, SiteObservation]
     contradictions: tuple[str, ...]
     sequence: str = ""
+    passes: str = ""
 
     def as_dict(self) -> dict[str, object]:
         """Layers that observed the same are one entry: "site.phase" with the list of layers.
 
         "sequence" is a hash over every arithmetic operation in order, with the dtype and shape of its result: it tells
-        apart arms that differ in the size of a chunk or a tile alone.
+        apart arms that differ in the size of a chunk or a tile alone. "passes", of paged execution: the rows and tokens
+        of each forward, by which the library may choose the order of its sums.
         """
         grouped: dict[str, list[tuple[str, dict[str, list[str]]]]] = {}
         for key, seen in self.places.items():
             name, layer = key.split("@")
             grouped.setdefault(name, []).append((layer, seen.as_dict()))
-        return {**{name: _by_layers(entries) for name, entries in grouped.items()}, "sequence": self.sequence}
+        found = {name: _by_layers(entries) for name, entries in grouped.items()}
+        return {**found, "sequence": self.sequence, **({"passes": self.passes} if self.passes else {})}
 
     @property
     def hash(self) -> str:
@@ -192,8 +195,9 @@ def observe(recipe: Recipe, casts: Casts, prompt: Sequence[int], *, wrap: object
     both = _Both(probe, inner)  # pyright: ignore[reportArgumentType]
     model = Model(casts.checkpoint.config, recipe, Weights(casts, recipe.semantics), probe=both)
     with dispatched, _launches(recipe, dispatched):
-        decode.steps(model, [list(prompt)] * recipe.execution.batch, 2, lambda _, logits: decode.greedy(logits))
-    return Observed(probe.places, tuple(contradictions(recipe, probe.places)), dispatched.sequence.hexdigest())
+        passes = short_run(model, [tuple(prompt)] * recipe.execution.batch)
+    found = tuple(contradictions(recipe, probe.places))
+    return Observed(probe.places, found, dispatched.sequence.hexdigest(), passes)
 
 
 @contextmanager

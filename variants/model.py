@@ -17,6 +17,7 @@ from variants.state import State
 from variants.weights import Weights
 
 PHASES = ("prefill", "decode")
+Pair = tuple[Tensor, Tensor]
 
 
 class Layer:
@@ -100,14 +101,26 @@ class Model:
 
         Returns logits of each row's last real token [B, vocab], or of every token [B, T, vocab] when `every`.
         """
-        batch = state.batch(slots, lengths, tokens.shape[1], self.device)
-        self.probe.begin(Step(phase, batch.slots, batch.starts, batch.lengths))
+        last, all_ = self._run(tokens, state.batch(slots, lengths, tokens.shape[1], self.device), state, phase)
         run = self.phases[phase]
-        h, unrounded = run(tokens, batch, state)
+        return run.logits(*all_) if every else run.logits(*last)[:, 0]
+
+    @torch.inference_mode()
+    def forward_both(
+        self, tokens: Tensor, state: State, *, slots: Sequence[int], lengths: Sequence[int], every: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `forward` in prefill: logits of each row's last token, by themselves, and those of every token or None."""
+        batch = state.batch(slots, lengths, tokens.shape[1], self.device)
+        last, all_ = self._run(tokens, batch, state, "prefill")
+        run = self.phases["prefill"]
+        return run.logits(*last)[:, 0], run.logits(*all_) if every else None
+
+    def _run(self, tokens: Tensor, batch: Batch, state: State, phase: str) -> tuple[Pair, Pair]:
+        """The residual stream, as stored and unrounded: of each row's last real token, and of all."""
+        self.probe.begin(Step(phase, batch.slots, batch.starts, batch.lengths))
+        h, unrounded = self.phases[phase](tokens, batch, state)
         state.advance(batch)
-        if not every:
-            h, unrounded = _last(h, batch), _last(unrounded, batch)
-        return run.logits(h, unrounded) if every else run.logits(h, unrounded)[:, 0]
+        return (_last(h, batch), _last(unrounded, batch)), (h, unrounded)
 
 
 def _last(x: Tensor, batch: Batch) -> Tensor:

@@ -178,7 +178,7 @@ class State:
     def copy_slot(self, source: int, target: int) -> None:
         """Snapshot or restore: the KDA state of one slot into another, and its length; pages are the caller's."""
         for name, layer, store in self._stores(SLOTTED):
-            self._set(getattr(self, name), layer, [target], store[source])
+            self._set(getattr(self, name), layer, [target], store[source].clone())
         self.length[target] = self.length[source]
 
     def cell(self, slot: int, position: int) -> tuple[int, int]:

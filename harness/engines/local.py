@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.config import DeviceChoice
+from harness.engines import paged_rows
 from harness.engines.assets import checkpoint_folder
 from harness.engines.logits import ScoreTable
 from harness.engines.prompt_text import tokenizer_class
@@ -19,12 +20,13 @@ from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
 from harness.numerics import check_device, policy
 from harness.observe import Observed, observe
 from variants import decode
-from variants.axes import Variant
+from variants.axes import Execution, Variant
 from variants.checkpoint import load_checkpoint
 from variants.errors import EngineError, InputError, UsageError
 from variants.kernels import check_environment
 from variants.model import Model
 from variants.recipe import Recipe, resolve
+from variants.request import Output, Request
 from variants.rounding import Probe
 from variants.weights import Casts, Patch, Weights
 
@@ -100,7 +102,13 @@ class LocalEngine:
     def generate(self, prompts: Prompts, max_tokens: int, *, stop_at_eos: bool = False) -> Generation:
         """Greedy tokens, lowest id on ties; rows of `execution.batch` prompts run together."""
         self._check(prompts, "prompt")
-        rows = _Rows(self, prompts, max_tokens, self._eos(stop_at_eos))
+        eos = self._eos(stop_at_eos)
+        if self._paged:
+            with policy(self.device, tf32=self.recipe.tf32):
+                return paged_rows.generated(
+                    self.model, prompts, max_tokens, eos=eos, first_seen=self.first_seen, check=_refuse_flat_output
+                )
+        rows = _Rows(self, prompts, max_tokens, eos)
         with policy(self.device, tf32=self.recipe.tf32):
             for start in range(0, len(prompts), self.recipe.execution.batch):
                 rows.run(start, self.recipe.execution.batch)
@@ -111,6 +119,12 @@ class LocalEngine:
         self._check_pairs(prompts, continuations)
         table = self._table(continuations, top_k, full_logits)
         with policy(self.device, tf32=self.recipe.tf32):
+            if self._paged:
+                pairs = zip(prompts, continuations, strict=True)
+                requests = [Request(ids=tuple(p), max_tokens=len(c), forced=tuple(c)) for p, c in pairs]
+                for o in paged_rows.outputs(paged_rows.runner_for(self.model, requests), requests):
+                    table.put(o.request, o.index, _numpy(o.logits))
+                return table.scored("decode")
             for start in range(0, len(prompts), self.recipe.execution.batch):
                 span = slice(start, start + self.recipe.execution.batch)
                 for t, logits in enumerate(forced_logits(self.model, prompts[span], continuations[span])):
@@ -128,6 +142,10 @@ class LocalEngine:
                 for t, row in enumerate(decode.single_pass(self.model, [p], [c])[0]):
                     table.put(i, t, _numpy(row))
         return table.scored("single_pass")
+
+    @property
+    def _paged(self) -> bool:
+        return self.recipe.execution.mode is Execution.paged
 
     def _table(self, continuations: Prompts, top_k: int, full: bool) -> ScoreTable:
         vocab = self.casts.checkpoint.config.vocab_size
@@ -231,6 +249,11 @@ def _refuse_flat(logits: Tensor) -> None:
     flat = (logits == logits[:, :1]).all(-1)
     if bool(flat.any()):
         raise EngineError("all logits equal at step 0: expected a choice; check that lm_head.weight was loaded")
+
+
+def _refuse_flat_output(o: Output) -> None:
+    if o.index == 0:
+        _refuse_flat(o.logits.unsqueeze(0))
 
 
 def _numpy(x: Tensor) -> np.ndarray:

@@ -54,6 +54,8 @@ class Generation:
     in nats, NaN where unknown. prefill_s: [N] seconds to the first token of each prompt (or of its batch).
     decode_s: one array a batch, seconds of each later step. prefill_tokens: [N]. batch: rows that ran together.
     first_seen: steps (batch index, step) whose shape had not run before, kept out of the steady figures.
+    decode_tokens: where rows join and leave between steps, the new tokens of each step of the one array in decode_s;
+    prefill_s is then each prompt's own, and prefill_tokens what was really run for it.
 
     What a remote engine says beside its tokens: finish: why each row ended ("length", "stop" or the engine's own word),
     () where it does not say. prompt_ids: the ids that it ran, None where it does not say. top_ids int32 and
@@ -67,6 +69,7 @@ class Generation:
     prefill_s: np.ndarray
     prefill_tokens: np.ndarray
     decode_s: tuple[np.ndarray, ...]
+    decode_tokens: tuple[np.ndarray, ...] = ()
     batch: int = 1
     first_seen: tuple[tuple[int, int], ...] = ()
     finish: tuple[str | None, ...] = ()
