@@ -95,6 +95,22 @@ COMMANDS: tuple[Command, ...] = (
         flags=(Flag(name="fail", help="exit 1 where the verdict is DEFECT, SUSPECT or INVALID"),),
     ),
     Command(
+        name="campaign",
+        summary="all variants of the published campaign, one load, and its table",
+        module="experiments.campaign",
+        usage="neartie campaign [device=cuda] [variants=[A,B]] [results=DIR] ...",
+        text=(
+            "Each variant: the gate three times (repeats must be bit-identical), and the\n"
+            "wide golden once, freely and teacher-forced, unless it recomputes. Then the\n"
+            "table: published beside the ledger's CPU and GPU rows, the shipped ones too.\n"
+            "variants=[A,B]  only these; left out, all that this machine can run\n"
+            "repeats=3  wide=wide  wide_batch=16  wide='' leaves the second battery out\n"
+            "limit=N  max_tokens=N  only the first prompts, the first tokens of each\n"
+            "The same: neartie experiment=campaign."
+        ),
+        example="neartie campaign device=cuda results=runs/h200",
+    ),
+    Command(
         name="bisect",
         summary="which places, or which axes, make two variants differ",
         module="experiments.bisect",

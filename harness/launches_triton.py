@@ -38,19 +38,19 @@ def watched(launched: Launched) -> Iterator[None]:
 
 
 @contextmanager
-def compilations(compiled: Callable[[], None]) -> Iterator[None]:
-    """Call compiled() at every kernel that is compiled or loaded from Triton's cache while the block runs."""
-    before = knobs.runtime.jit_post_compile_hook
+def compilations(compiling: Callable[[], None]) -> Iterator[None]:
+    """Call compiling() before every kernel that is compiled or loaded from Triton's cache while the block runs."""
+    before = knobs.runtime.jit_cache_hook
 
     def hook(**more: Any) -> bool | None:
-        compiled()
+        compiling()
         return before(**more) if before is not None else None
 
-    knobs.runtime.jit_post_compile_hook = hook
+    knobs.runtime.jit_cache_hook = hook
     try:
         yield
     finally:
-        knobs.runtime.jit_post_compile_hook = before
+        knobs.runtime.jit_cache_hook = before
 
 
 def _name(kernel: Any) -> str:

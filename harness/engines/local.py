@@ -14,9 +14,11 @@ from torch import Tensor
 from harness.config import DeviceChoice
 from harness.engines import paged_rows
 from harness.engines.assets import checkpoint_folder
+from harness.engines.compiling import Compiling
 from harness.engines.logits import ScoreTable
 from harness.engines.prompt_text import tokenizer_class
 from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
+from harness.measure import PREFILL
 from harness.numerics import check_device, policy
 from harness.observe import Observed, observe
 from variants import decode
@@ -45,6 +47,8 @@ class LocalEngine:
         if self.recipe.tf32 and casts.device == "cpu":
             raise UsageError("variant: tf32=true has no effect on the cpu; remove it or run on cuda")
         check_environment(self.recipe.implementations, casts.device)
+        self.compiling = Compiling(tuple(sorted(self.recipe.implementations - {"torch"})))
+        self._warm: set[tuple[int, ...]] = set()
         self._shapes: set[tuple[str, int]] = set()
         self._model: Model | None = None
 
@@ -96,23 +100,35 @@ class LocalEngine:
 
     def observed(self, prompt: Sequence[int]) -> Observed:
         """What really ran at each site, read off one short run of this variant."""
-        with policy(self.device, tf32=self.recipe.tf32):
+        with policy(self.device, tf32=self.recipe.tf32), self.compiling.watch():
             return observe(self.recipe, self.casts, prompt)
 
     def generate(self, prompts: Prompts, max_tokens: int, *, stop_at_eos: bool = False) -> Generation:
         """Greedy tokens, lowest id on ties; rows of `execution.batch` prompts run together."""
         self._check(prompts, "prompt")
         eos = self._eos(stop_at_eos)
-        if self._paged:
-            with policy(self.device, tf32=self.recipe.tf32):
+        with policy(self.device, tf32=self.recipe.tf32), self.compiling.watch():
+            if self._paged:
                 return paged_rows.generated(
                     self.model, prompts, max_tokens, eos=eos, first_seen=self.first_seen, check=_refuse_flat_output
                 )
-        rows = _Rows(self, prompts, max_tokens, eos)
-        with policy(self.device, tf32=self.recipe.tf32):
+            rows = _Rows(self, prompts, max_tokens, eos)
+            self._warm_up(prompts)
             for start in range(0, len(prompts), self.recipe.execution.batch):
                 rows.run(start, self.recipe.execution.batch)
         return rows.generation()
+
+    def _warm_up(self, prompts: Prompts) -> None:
+        """Run the prefill and a step of every shape that kernels have not seen, so that no timed step compiles."""
+        if not self.compiling.impls:
+            return
+        batch = self.recipe.execution.batch
+        for start in range(0, len(prompts), batch):
+            rows = prompts[start : start + batch]
+            shape = tuple(len(p) for p in rows)
+            if shape not in self._warm:
+                decode.steps(self.model, rows, 2, lambda _, logits: decode.greedy(logits))
+                self._warm.add(shape)
 
     def score(self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20, full_logits: bool = False) -> Scored:
         """Teacher-forced through the decode path: prompt prefilled, each token forced."""
@@ -199,8 +215,13 @@ class _Rows:
         rows = slice(start, start + batch)
         prompts = self.prompts[rows]
         done = torch.zeros(len(prompts), dtype=torch.bool)
+        compiled = self.engine.compiling.count
 
         def choose(t: int, logits: Tensor) -> Tensor | None:
+            nonlocal compiled
+            if self.engine.compiling.count > compiled:  # the call before, the prefill for t = 0, had to compile
+                compiled = self.engine.compiling.count
+                self.first_seen.append((len(self.decode_s), t + PREFILL))
             if t == 0:
                 _refuse_flat(logits)
             tokens = decode.greedy(logits)
@@ -214,7 +235,8 @@ class _Rows:
 
         runs = decode.steps(self.engine.model, prompts, self.max_tokens, choose)
         self.prefill_s[rows] = runs[0].seconds
-        if len(runs) > 1 and self.engine.first_seen(len(prompts)):
+        first = (len(self.decode_s), 0)
+        if len(runs) > 1 and self.engine.first_seen(len(prompts)) and first not in self.first_seen:
             self.first_seen.append((len(self.decode_s), 0))
         self.decode_s.append(np.array([r.seconds for r in runs[1:]]))
 

@@ -1,0 +1,190 @@
+"""`neartie campaign`: every variant of the campaign in one process and one load, and the campaign's table beside ours.
+
+Each variant runs the gate several times, whose repeats must be bit-identical, and the wide battery once, freely and
+teacher-forced; a variant that recomputes every prefix runs the gate alone. Each run is a row of the ledger. A variant
+that this machine cannot run is told in one line, and the others run.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from experiments.gate import announced, observe_engine, texts
+from experiments.words import Flags
+from harness import strict_json
+from harness.campaign import HEADER, ILLUSTRATION, entries
+from harness.compose import groups, named_variant
+from harness.config import Config, EngineKind
+from harness.engines.assets import checkpoint_folder
+from harness.engines.local import LocalEngine
+from harness.gate import GateResult, part_of, run_gate
+from harness.golden import Golden, load_golden
+from harness.ledger import Ledger, Run
+from harness.ledger_view import PUBLISHED, published_rows
+from harness.numerics import check_device, policy
+from harness.provenance import environment
+from harness.text_table import text_table
+from variants.axes import Execution, Variant
+from variants.checkpoint import load_config
+from variants.errors import EngineError, NeartieError, UsageError
+from variants.kernels import check_environment
+from variants.recipe import resolve
+
+SHIPPED = PUBLISHED.parent / "ledger"
+DEFAULT = "f64_islands"  # what a Config holds where no variant was named
+BESIDE = ("transformers_mirror", "f32", "oracle", "bf16_engine", "bf16_engine_triton", "fla_kda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Config):
+    """variants: names to run; empty for all that the campaign has, and what stands beside them, on this machine.
+
+    repeats: of the gate. wide: the second golden, "" for none. wide_batch: prompts that run together there.
+    """
+
+    variants: list[str] = field(default_factory=list)
+    repeats: int = 3
+    wide: str = "wide"
+    wide_batch: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine.kind is not EngineKind.local:
+            raise UsageError(f"campaign runs variants, and engine={self.engine.kind.name} has none; leave engine= out")
+        for name, value in (("repeats", self.repeats), ("wide_batch", self.wide_batch)):
+            if value < 1:
+                raise UsageError(f"campaign: {name}={value}, expected 1 or more")
+        unknown = [name for name in self.variants if name not in groups()["variant"]]
+        if unknown:
+            raise UsageError(f"campaign: no variant {', '.join(unknown)}; `neartie variants` lists them")
+
+
+def run(config: Settings, flags: Flags) -> int:
+    """Run every variant and print the table; the exit code is the worst of the runs."""
+    check_device(config.device)
+    if config.label != DEFAULT:
+        raise UsageError(f"campaign: variant={config.label} has no effect; name what is to run in variants=[...]")
+    names = config.variants or campaign_variants()
+    worst = 0
+    for number, name in enumerate(names):
+        if not config.variants and (why := _cannot_run(config, name)):
+            print(f"neartie: [{name}] not run here: {why}", file=sys.stderr)
+            continue
+        print(f"neartie: {name} ({number + 1} of {len(names)})", file=sys.stderr)
+        worst = max(worst, _contained(replace(config, variant=named_variant(name), label=name)))
+    _print_table(config, names, as_json=flags.json)
+    return worst
+
+
+def campaign_variants() -> list[str]:
+    """Every row of the published campaign that has a variant, each followed by its form in kernels, then the rest."""
+    there, names = groups()["variant"], [str(row["variant"]) for row in published_rows()]
+    campaign = [form for name in names for form in (name, f"{name}_triton") if form in there]
+    return [*campaign, *(name for name in BESIDE if name in there and name not in campaign)]
+
+
+def _cannot_run(config: Settings, name: str) -> str | None:
+    """Why a variant cannot run on this machine, None where it can."""
+    recipe = resolve(named_variant(name), load_config(checkpoint_folder(config.model.path)))
+    try:
+        check_environment(recipe.implementations, config.device.torch_name)
+    except NeartieError as error:
+        return str(error)
+    return None
+
+
+def _contained(config: Settings) -> int:
+    """Both batteries of one variant; a failure is one line, in its row and on stderr."""
+    try:
+        code = _on_record(config, config.golden, repeats=config.repeats)
+        carried = config.variant.execution.mode is not Execution.recompute
+        if not carried or not config.wide:
+            return code
+        wide = _batched(config.variant, config.wide_batch)
+        label = config.label if wide == config.variant else f"{config.label}+execution.batch={config.wide_batch}"
+        return max(code, _on_record(replace(config, variant=wide, label=config.label), config.wide, label=label))
+    except NeartieError as error:
+        print(f"neartie: error: [{config.label}] {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _batched(variant: Variant, rows: int) -> Variant:
+    return replace(variant, execution=replace(variant.execution, batch=max(rows, variant.execution.batch)))
+
+
+def _on_record(config: Settings, name: str, *, repeats: int = 1, label: str = "") -> int:
+    about = announced(config, "campaign") | {"golden": name, "variant": label or config.label}
+    with Ledger(Path(config.results) / "ledger").begin(about) as row:
+        with policy(config.device, tf32=config.variant.tf32), ExitStack() as stack:
+            results, forced = _measured(config, row, stack, name=name, repeats=repeats)
+        repeated = {"detail": {"repeats": _compared(results)}} if len(results) > 1 else {}
+        row.add({"teacher_forced": forced} if forced else {})
+        row.finish(_joined(results[-1].record(), repeated))
+    return EngineError.exit_code if results[-1].agreement.non_finite else 0
+
+
+def _measured(
+    config: Settings, row: Run, stack: ExitStack, *, name: str, repeats: int
+) -> tuple[list[GateResult], dict[str, int]]:
+    """The repeats of a free run, and the tokens that agree teacher-forced where there is one run."""
+    here = environment(device=config.device.torch_name)
+    golden = part_of(load_golden(name), prompts=config.limit, tokens=config.max_tokens)
+    row.add({"environment": here, "golden_hash": golden.hash, "battery_hash": golden.battery_hash})
+    folder = checkpoint_folder(config.model.path)
+    model = load_config(folder)
+    engine = LocalEngine.from_config(config)
+    stack.callback(engine.casts.drop)
+    row.add({"bar": golden.bar.name, "model_hash": engine.info.model_sha256, "variant_hash": engine.recipe.hash})
+    row.add({"recipe": {"declared": engine.recipe.as_dict()}})
+    if found := observe_engine(engine, golden, row):
+        raise EngineError(f"what ran is not what was declared: {found[0]} (and {len(found) - 1} more)")
+    text = texts(folder / "tokenizer.json")
+    more = {"vocab_size": model.vocab_size, "text": text, "environment": here}
+    results = [run_gate(golden, engine, **more) for _ in range(repeats)]
+    return results, _forced(golden, engine) if repeats == 1 else {}
+
+
+def _forced(golden: Golden, engine: LocalEngine) -> dict[str, int]:
+    """Tokens chosen as the golden's, each behind the golden's own prefix, through the decode path."""
+    tokens = golden.tokens[0]
+    there = tokens >= 0
+    rows = [[int(t) for t in row if t >= 0] for row in tokens]
+    best = engine.score(golden.prompts, rows, top_k=1).top_ids[..., 0]
+    return {"matched": int(((best == tokens) & there).sum()), "total": int(there.sum())}
+
+
+def _compared(results: Sequence[GateResult]) -> dict[str, object]:
+    """Whether repeats gave the same tokens and the same gaps to the last bit, and how fast each was."""
+    first = results[0].generation
+    same = [
+        np.array_equal(r.generation.tokens, first.tokens)
+        and np.array_equal(r.generation.gaps, first.gaps, equal_nan=True)
+        for r in results
+    ]
+    speeds = [r.timing.decode_tok_s.median for r in results]
+    return {"runs": len(results), "identical": all(same), "decode_tok_s": speeds}
+
+
+def _joined(record: dict[str, object], more: dict[str, dict[str, object]]) -> dict[str, object]:
+    detail = record["detail"]
+    assert isinstance(detail, dict)
+    return record | {"detail": detail | more.get("detail", {})}
+
+
+def _print_table(config: Settings, names: Sequence[str], *, as_json: bool) -> None:
+    """Published beside what is on record here: in the shipped ledger, and in this run's where that is another."""
+    roots = {SHIPPED.resolve(), (Path(config.results) / "ledger").resolve()}
+    rows = sorted((r for root in roots if root.is_dir() for r in Ledger(root).rows()), key=lambda r: r["time_utc"])
+    model = checkpoint_folder(config.model.path).name
+    goldens = [load_golden(g) for g in (config.golden, config.wide) if g]
+    batteries = [part_of(g, prompts=config.limit, tokens=config.max_tokens).battery_hash for g in goldens]
+    table = entries(names, [r for r in rows if r["model"] == model], published_rows(), batteries)
+    if as_json:
+        print(strict_json.dumps([entry.as_dict() for entry in table]).decode())
+        return
+    print(text_table(HEADER, [entry.cells() for entry in table]))
+    print(ILLUSTRATION)
