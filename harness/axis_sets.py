@@ -15,6 +15,7 @@ JOINED = {
     "kda.prefill": "kda.core",
     "kda.decode": "kda.core",
     "kda.chunk_size": "kda.core",
+    "kda.chunk_form": "kda.core",
     **{f"mla.{name}": "mla.core" for name in ("prefill", "decode", "tile_q", "tile_k", "kv_splits")},
 }
 
@@ -37,7 +38,7 @@ def mixed_variant(a: Variant, b: Variant, axes: Collection[str]) -> Variant:
 
 def _leaves(a: object, b: object, prefix: str = "") -> Iterator[tuple[str, object, object]]:
     assert is_dataclass(a)
-    for field in fields(a):
+    for field in (f for f in fields(a) if f.compare):  # what is known of a variant is no axis
         x, y = getattr(a, field.name), getattr(b, field.name)
         if is_dataclass(x):
             yield from _leaves(x, y, f"{prefix}{field.name}.")

@@ -14,7 +14,7 @@ ILLUSTRATION = "published: another model on another machine, an illustration and
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One variant: its published row, the newest gate on each device, the newest wide run (on a GPU if there is one)."""
+    """One variant: its published row, the newest gate on each device, the newest wide run, on a GPU if there is one."""
 
     variant: str
     published: Row | None
@@ -23,7 +23,10 @@ class Entry:
     wide: Row | None
 
     def cells(self) -> list[object]:
-        published = (_published_score(self.published), _speed(self.published and self.published["decode_tok_s"]))
+        published = (
+            _published_score(self.published),
+            _speed(None if self.published is None else self.published["decode_tok_s"]),
+        )
         own = [cell for row in (self.cpu, self.gpu) for cell in (_score(row, "agreement"), _rate(row))]
         wide = [_score(self.wide, name) for name in ("agreement", "teacher_forced")]
         return [self.variant, *published, *own, *wide, _repeats(self.gpu or self.cpu)]
@@ -34,7 +37,9 @@ class Entry:
         return {"variant": self.variant, "published": self.published and self.published["variant"], "runs": ids}
 
 
-def entries(variants: Sequence[str], rows: Iterable[Row], published: Iterable[Row], batteries: Sequence[str]) -> list[Entry]:
+def entries(
+    variants: Sequence[str], rows: Iterable[Row], published: Iterable[Row], batteries: Sequence[str]
+) -> list[Entry]:
     """One entry for each variant in the order given.
 
     rows: of one model, in order of time. batteries: hashes of the gate's battery and the wide one; other rows, and
@@ -45,13 +50,13 @@ def entries(variants: Sequence[str], rows: Iterable[Row], published: Iterable[Ro
     for row in rows:
         if row["status"] != Status.ok.name or row["battery_hash"] not in batteries:
             continue
-        name, device = row["variant"] or "", row["environment"]["device"]
+        name, device = row["variant"] or "", _device(row)
         if row["battery_hash"] == batteries[0]:
-            newest[(name, "cpu" if device == "cpu" else "gpu")] = row
-        else:
-            name = name.split("+execution.batch=")[0]
-            if device != "cpu" or newest.get((name, "wide"), {"environment": {"device": "cpu"}})["environment"]["device"] == "cpu":
-                newest[(name, "wide")] = row
+            newest[(name, device)] = row
+            continue
+        at = (name.split("+execution.batch=")[0], "wide")
+        if device == "gpu" or at not in newest or _device(newest[at]) == "cpu":
+            newest[at] = row
     return [
         Entry(
             variant=name,
@@ -62,6 +67,10 @@ def entries(variants: Sequence[str], rows: Iterable[Row], published: Iterable[Ro
         )
         for name in variants
     ]
+
+
+def _device(row: Row) -> str:
+    return "cpu" if row["environment"]["device"] == "cpu" else "gpu"
 
 
 def _published_name(variant: str) -> str:

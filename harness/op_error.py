@@ -8,7 +8,7 @@ from torch import Tensor
 from variants.dtypes import narrowest_holding, ulp
 from variants.recipe import Place, Recipe, Rule
 from variants.rounding import Step
-from variants.sites import BY_EXPERT, BY_KEY, BY_ROW, BY_TOKEN
+from variants.sites import ALL_SITES, BY_EXPERT, BY_KEY, BY_ROW, BY_TOKEN
 
 # Rounding inside an operation beyond its last store, in units of its accumulation format at the value's typical size.
 # The chunked delta rule inverts a matrix and subtracts large terms: its error at single positions is larger. Measured
@@ -96,10 +96,25 @@ def _root(a: float, b: float) -> float:
 def bounding_rule(recipe: Recipe, place: Place, phase: str) -> Rule:
     """The rule that says how much a place may err; a carried state errs as the core that made it, and by its store."""
     rule = recipe.rule(*place, phase)
-    if place[0] != "kda_state":
+    if place[0] == "kda_state":
+        core = _with_inside(recipe, ("kda_core", place[1]), phase)
+        return replace(rule, accum=core.accum, algorithm=core.algorithm)
+    return _with_inside(recipe, place, phase)
+
+
+def _with_inside(recipe: Recipe, place: Place, phase: str) -> Rule:
+    """The rule of a place whose kernel rounds inside: as an elementwise operation in the narrowest format in there."""
+    site, layer = place
+    rule = recipe.rule(site, layer, phase)
+    if rule.impl == "torch":
         return rule
-    core = recipe.rule("kda_core", place[1], phase)
-    return replace(rule, accum=core.accum, algorithm=core.algorithm)
+    inner = [r for s in ALL_SITES if (r := recipe.rule(s, layer, phase)).inside == site]
+    if rule.algorithm != "chunk":
+        inner = [r for r in inner if r.algorithm != "chunk_inner"]
+    narrow = [r.output for r in inner if r.output is not None and r.output.precision < rule.accum.precision]
+    if not narrow:
+        return rule
+    return replace(rule, accum=min(narrow, key=lambda f: f.precision), algorithm="mul")
 
 
 def inner_units(rule: Rule) -> float:

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from harness.config import DeviceChoice
 from harness.engines.local import LocalEngine
+from harness.forced_errors import Battery
 from harness.implementations import KERNELS as EXPECTED
 from harness.implementations import expected_function
+from harness.inspect import make_oracle, model_stepper
+from harness.local_replay import local_replay
 from harness.observe import Observed, observe
 from variants import decode, impl_rules, kernels
 from variants.axes import (
@@ -47,8 +50,10 @@ from variants.dtypes import DType
 from variants.errors import DeviceError, UsageError
 from variants.kernels import KERNELS, OPERATIONS, check_environment, choices, kernel
 from variants.layers import KdaBlock
+from variants.model import Model
 from variants.recipe import resolve
 from variants.sites import CHUNK_SITES
+from variants.weights import Weights
 
 AXES = tuple(f.name for f in fields(ImplAxes))
 ALL = ImplAxes(**dict.fromkeys(AXES, Impl.triton))
@@ -169,6 +174,51 @@ def test_a_kernel_that_swallows_sites_says_so_and_rounds_there() -> None:
     assert recipe.rules["expert_act"].as_dict()["inside"] == "routed"
     assert recipe.rules["expert_act"].output is DType.bf16
     assert all("inside" not in r.as_dict() for r in resolve(BF16, ODD).rules.values())
+
+
+def test_local_replay_allows_a_kernel_what_it_rounds_inside() -> None:
+    """Held against float64, each kernel errs at the site where its value comes out by what its recipe rounds inside; a
+    kernel that takes the decay gate of another layer is found there."""
+    made, prompts = small(), [prompt(5)]
+    recipe = resolve(replace(BF16, impl=ALL), SMALL)
+
+    def replayed(patch: Any = None) -> Any:
+        battery = Battery(prompts=prompts, continuations=[[5, 6]])
+        weights = Weights(made, recipe.semantics, patch=patch)
+
+        def mine(tap: Any) -> Any:
+            return model_stepper(Model(SMALL, recipe, weights, probe=tap), battery)
+
+        return local_replay(mine, make_oracle(made, recipe), recipe, prompts, battery.continuations)
+
+    found = replayed()
+    assert ("kda_core", 1, "prefill") in found.errors
+    assert not any(key[0] in ("beta", "expert_act") for key in found.errors)
+    assert found.excess() == []
+    assert ("kda_core", 1, "decode") in replayed(lambda name, x: x * 1.2 if "A_log" in name else x).excess()
+
+
+def test_a_shape_is_run_before_it_is_timed_and_what_compiles_is_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape of prompts runs once ahead; a step that still had to compile is listed apart from the steady ones."""
+    engine = LocalEngine(small(), with_impl(F32, router=Impl.triton), name="kernels", device=DeviceChoice(threads=1))
+    ran: list[int] = []
+    real = decode.steps
+
+    def counted(model: Any, prompts: Any, steps: int, choose: Any) -> Any:
+        ran.append(steps)
+
+        def late(t: int, logits: Tensor) -> Any:
+            if steps == 5 and t == 2 and len(ran) == 3:
+                engine.compiling._one()  # the step before this one compiled
+            return choose(t, logits)
+
+        return real(model, prompts, steps, late)
+
+    monkeypatch.setattr(decode, "steps", counted)
+    generation = engine.generate([prompt(4), prompt(6), prompt(4, seed=2)], 5)
+    assert ran == [2, 2, 5, 5, 5], "two shapes ahead of three prompts"
+    assert (0, 1) in generation.first_seen
+    assert engine.compiling.count == 1
 
 
 @pytest.mark.parametrize("form", [ChunkForm.vllm, ChunkForm.fla])

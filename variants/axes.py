@@ -158,6 +158,16 @@ class Impl(Enum):
     sdpa = "sdpa"
 
 
+class Status(Enum):
+    """What is known of a named variant; `measured_negative`: it scored under what it changes, in the campaign and here.
+
+    No arithmetic: it stays a variant like any other.
+    """
+
+    open = "open"
+    measured_negative = "measured_negative"
+
+
 class Execution(Enum):
     """The whole prefix again at every step, or state carried from step to step: in slots, or in slots and pages."""
 
@@ -300,6 +310,7 @@ class Variant:
     logits: Store = Store.f32
     execution: ExecutionAxes = field(default_factory=ExecutionAxes)
     override: dict[str, SiteOverride] = field(default_factory=dict)
+    status: Status = field(default=Status.open, compare=False)
 
     def __post_init__(self) -> None:
         from variants.axes_check import check  # it reads the Enums above

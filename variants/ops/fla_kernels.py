@@ -1,9 +1,12 @@
 """The published kernels of flash-linear-attention (fla-core 0.6.0) under the argument names of our own.
 
 An optional dependency, imported when a kernel is called. Each sums in float32 and stores in the dtype of what it reads,
-ties_to_even. Its tiles are chosen by timing the first call of a shape, so that two processes may sum in another order.
+ties_to_even. The package would choose tiles by timing the first call of a shape, so that two processes may sum in
+another order; here each kernel keeps the first of its tiles.
 """
 
+import sys
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -67,5 +70,18 @@ def starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0)
 
 
+@cache
 def _of(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)
+    """A function of the package, once no kernel that is loaded with it is left to choose its tiles by time."""
+    function = getattr(import_module(module), name)
+    for loaded in [m for n, m in sys.modules.items() if n.startswith("fla.")]:
+        for kernel in list(vars(loaded).values()):
+            _keep_first_tiles(kernel)
+    return function
+
+
+def _keep_first_tiles(kernel: Any) -> None:
+    while kernel is not None and hasattr(kernel, "fn"):
+        if isinstance(getattr(kernel, "configs", None), list):
+            kernel.configs = kernel.configs[:1]
+        kernel = kernel.fn
