@@ -75,7 +75,7 @@ def run(config: Settings, flags: Flags) -> int:
             print(f"neartie: [{name}] not run here: {why}", file=sys.stderr)
             continue
         print(f"neartie: {name} ({number + 1} of {len(names)})", file=sys.stderr)
-        worst = max(worst, _contained(replace(config, variant=named_variant(name), label=name)))
+        worst = max(worst, _contained(replace(config, variant=named_variant(name), label=name), flags))
     _print_table(config, names, as_json=flags.json)
     return worst
 
@@ -97,16 +97,17 @@ def _cannot_run(config: Settings, name: str) -> str | None:
     return None
 
 
-def _contained(config: Settings) -> int:
+def _contained(config: Settings, flags: Flags) -> int:
     """Both batteries of one variant; a failure is one line, in its row and on stderr."""
     try:
-        code = _on_record(config, config.golden, repeats=config.repeats)
+        code = _on_record(config, flags, config.golden, repeats=config.repeats)
         carried = config.variant.execution.mode is not Execution.recompute
         if not carried or not config.wide:
             return code
         wide = _batched(config.variant, config.wide_batch)
         label = config.label if wide == config.variant else f"{config.label}+execution.batch={config.wide_batch}"
-        return max(code, _on_record(replace(config, variant=wide, label=config.label), config.wide, label=label))
+        config = replace(config, variant=wide, label=label)
+        return max(code, _on_record(config, flags, config.wide))
     except NeartieError as error:
         print(f"neartie: error: [{config.label}] {error}", file=sys.stderr)
         return error.exit_code
@@ -116,14 +117,13 @@ def _batched(variant: Variant, rows: int) -> Variant:
     return replace(variant, execution=replace(variant.execution, batch=max(rows, variant.execution.batch)))
 
 
-def _on_record(config: Settings, name: str, *, repeats: int = 1, label: str = "") -> int:
-    about = announced(config, "campaign") | {"golden": name, "variant": label or config.label}
+def _on_record(config: Settings, flags: Flags, name: str, *, repeats: int = 1) -> int:
+    about = announced(config, flags, "campaign") | {"golden": name}
     with Ledger(Path(config.results) / "ledger").begin(about) as row:
         with policy(config.device, tf32=config.variant.tf32), ExitStack() as stack:
             results, forced = _measured(config, row, stack, name=name, repeats=repeats)
-        repeated = {"detail": {"repeats": _compared(results)}} if len(results) > 1 else {}
-        row.add({"teacher_forced": forced} if forced else {})
-        row.finish(_joined(results[-1].record(), repeated))
+        row.add({"teacher_forced": forced} if forced else {"detail": {"repeats": _compared(results)}})
+        row.finish(results[-1].record())
     return EngineError.exit_code if results[-1].agreement.non_finite else 0
 
 
@@ -145,7 +145,7 @@ def _measured(
     text = texts(folder / "tokenizer.json")
     more = {"vocab_size": model.vocab_size, "text": text, "environment": here}
     results = [run_gate(golden, engine, **more) for _ in range(repeats)]
-    return results, _forced(golden, engine) if repeats == 1 else {}
+    return results, _forced(golden, engine) if name == config.wide else {}
 
 
 def _forced(golden: Golden, engine: LocalEngine) -> dict[str, int]:
@@ -167,12 +167,6 @@ def _compared(results: Sequence[GateResult]) -> dict[str, object]:
     ]
     speeds = [r.timing.decode_tok_s.median for r in results]
     return {"runs": len(results), "identical": all(same), "decode_tok_s": speeds}
-
-
-def _joined(record: dict[str, object], more: dict[str, dict[str, object]]) -> dict[str, object]:
-    detail = record["detail"]
-    assert isinstance(detail, dict)
-    return record | {"detail": detail | more.get("detail", {})}
 
 
 def _print_table(config: Settings, names: Sequence[str], *, as_json: bool) -> None:
