@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from experiments import usage, words
 from experiments.commands import Command, available
@@ -68,9 +69,10 @@ def _run(command: Command, line: words.Line) -> int:
     if "config" in line.flags.values:
         print(as_yaml(config), end="")
         return 0
-    code = module.run(config, line.flags)
+    flags = replace(line.flags, job=line.overrides)
+    code = module.run(config, flags)
     if hasattr(module, "report"):
-        module.report(line.flags)
+        module.report(flags)
     return code
 
 

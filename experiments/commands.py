@@ -111,6 +111,25 @@ COMMANDS: tuple[Command, ...] = (
         example="neartie campaign device=cuda results=runs/h200",
     ),
     Command(
+        name="regress",
+        summary="an arm against its baseline at the merge base, for CI",
+        module="experiments.regress",
+        rows=True,
+        usage="neartie regress [-m] [variant=V] [golden=G] [baseline=DIR] [base=B] ...",
+        text=(
+            "Agreement, first divergences, verdict, arithmetic, tok/s both ways, memory; any\n"
+            "finding exits 1. The baseline is read as it was where this branch left base=main\n"
+            "(none: as it lies); an edit of it is a finding. Speed: repeats=3 runs, band\n"
+            "speed=0.2; memory=0.1. junit=FILE  summary=FILE (also GITHUB_STEP_SUMMARY)"
+        ),
+        example="neartie regress variant=f32 base=origin/main --ab junit=gate.xml",
+        flags=(
+            Flag(name="record", help="make what runs now the baseline"),
+            Flag(name="ab", help="old and new code in turn here, instead of the stored figures"),
+            Flag(name="accept", help="an edit of the baseline is meant"),
+        ),
+    ),
+    Command(
         name="bisect",
         summary="which places, or which axes, make two variants differ",
         module="experiments.bisect",

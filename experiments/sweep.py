@@ -179,7 +179,8 @@ class Swept:
         return read_folder(self.root, since=self.planned[0].id.partition("-")[0])
 
     def _job(self, number: int) -> tuple[Config, Flags]:
-        return self.configs[number], replace(self.flags, place=self.planned[number] if self.command.rows else None)
+        place = self.planned[number]
+        return self.configs[number], replace(self.flags, place=place if self.command.rows else None, job=place.words)
 
     def _in_process(self, todo: Sequence[int]):
         for number in todo:

@@ -22,7 +22,7 @@ class Flags:
 
     values: flags by name, with their value or "". action: the second word of a command that has actions, and `words`
     those after it. many: whether -m was given. results: what each job leaves for `report`; `rows`: the rows of a sweep,
-    for its report. place: where in a sweep this job stands.
+    for its report. place: where in a sweep this job stands; job: its words.
     """
 
     values: dict[str, str] = field(default_factory=dict)
@@ -32,6 +32,7 @@ class Flags:
     results: list = field(default_factory=list)
     rows: list[dict] = field(default_factory=list)
     place: "Place | None" = None
+    job: tuple[str, ...] = ()
 
     @property
     def json(self) -> bool:

@@ -259,7 +259,10 @@ def test_kills_at_random_over_200_appends_lose_nothing(tmp_path: Path):
     while len(acknowledged) < 200:
         names = [f"{generation}{writer}" for writer in range(8)]
         writers = [python(ACKNOWLEDGING, tmp_path / "ledger", name, "1000") for name in names]
-        time.sleep(chance.uniform(1.0, 4.0))
+        there = len(list((tmp_path / "ledger").glob("*.json")))
+        while len(list((tmp_path / "ledger").glob("*.json"))) < there + 20:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.1))
         for writer in writers:
             time.sleep(chance.uniform(0, 0.02))
             writer.kill()
