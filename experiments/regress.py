@@ -57,8 +57,9 @@ def run(config: Settings, flags: Flags) -> int:
         path = baseline.write(folder, name, baseline_of(_runs(config, flags)))
         print(f"{path} written; commit it", file=sys.stderr)
         return 0
-    stored, edited = baseline.read(folder, name, base=config.base)
-    if "ab" in flags.values:
+    ab = "ab" in flags.values
+    stored, edited = baseline.read(folder, name, base=config.base, needed=not ab)
+    if ab:
         stored, rows = _ab(config, flags)
     else:
         rows = _runs(config, flags)

@@ -40,11 +40,11 @@ def merge_base(folder: Path, base: str) -> tuple[Path, str]:
     return Path(top.strip()), commit.strip()
 
 
-def read(folder: Path, name: str, *, base: str) -> tuple[dict[str, Any], list[Finding]]:
+def read(folder: Path, name: str, *, base: str, needed: bool = True) -> tuple[dict[str, Any], list[Finding]]:
     """The baseline of an arm as it was at the merge base, and a finding where the change edits it.
 
-    base: a branch or commit; `none` reads the file as it lies. Raises InputError for a file that is no baseline or is
-    not there.
+    base: a branch or commit; `none` reads the file as it lies. Raises InputError for a file that is no baseline, or is
+    not there although it is needed.
     """
     path = (folder / name).resolve()
     here = path.read_text(encoding="utf-8") if path.is_file() else None
@@ -52,6 +52,8 @@ def read(folder: Path, name: str, *, base: str) -> tuple[dict[str, Any], list[Fi
         return _loaded(path, here), []
     top, commit = merge_base(path, base)
     before = _git(top, "show", f"{commit}:{path.relative_to(top).as_posix()}")
+    if before is None and here is None and not needed:
+        return {}, []
     if before is None and here is not None:
         text = f"{name} is new in this change, so it has nothing to be compared with"
         return _loaded(path, here), [Finding(kind="baseline", text=text)]
