@@ -125,7 +125,7 @@ def _gate(code: Path, words: Sequence[str], results: Path) -> dict:
         argv, cwd=code, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(code)}
     )
     try:
-        return json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError) as error:
+        return json.loads(done.stdout)
+    except ValueError as error:
         said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         raise EngineError(f"gate of the code in {code.name} failed ({said[0]}); run it there by hand") from error

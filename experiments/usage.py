@@ -7,11 +7,10 @@ from experiments.commands import EVERYWHERE, Command, Flag
 TOP = """neartie: is a token that differs rounding or a bug, and where?
 usage: neartie COMMAND [SETTING=VALUE ...] [-m] [--flag ...]
 {commands}
--m runs every combination of comma-separated values; --json: JSON on stdout;
---config: print the settings; neartie COMMAND --help: more about one.
+-m: every combination of comma-separated values; --json; --config; --help
 example: neartie gate -m variant=f32,bf16_stream golden=gate
-exit: 0 ran (and met the bar, if one was required), 1 bar not met, 2 usage,
-3 input, 4 environment or device, 5 engine, 6 internal, 130 interrupted"""
+exit: 0 ran, 1 bar not met or findings, 2 usage, 3 input, 4 environment or
+device, 5 engine, 6 internal, 130 interrupted"""
 
 
 def top(commands: Iterable[Command]) -> str:
