@@ -327,6 +327,20 @@ COMMANDS: tuple[Command, ...] = (
         flags=(Flag(name="quick", help="a few cells, under a minute"),),
     ),
     Command(
+        name="train",
+        summary="a small checkpoint from scratch, with the transformers library",
+        module="experiments.train",
+        usage="neartie train text=PATH out=DIR [model=DIR] [steps=N] ...",
+        text=(
+            "Geometry and tokenizer are those of model=; text=PATH is a file or a folder.\n"
+            "AdamW, bf16 autocast over float32 weights, as the shipped model was made:\n"
+            "steps=2454 batch=64 length=512 rate=3e-3 warmup=100 seed=0, device=cuda; on a\n"
+            "CPU a step of this size takes minutes: try steps=2 batch=2 length=64.\n"
+            "Saves the release's names: matrices in bf16, decay and router bias in float32."
+        ),
+        example="neartie train text=corpus/ out=/tmp/small device=cuda",
+    ),
+    Command(
         name="doctor",
         summary="what is installed, are the assets whole; or what an engine offers",
         module="experiments.doctor",

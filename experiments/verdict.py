@@ -1,6 +1,7 @@
 """`neartie verdict`: is what differs rounding or a defect, and where; every instrument that the engine allows."""
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,17 @@ from experiments.words import Flags
 from harness import strict_json
 from harness.calibration import Calibration, shipped_calibration
 from harness.compose import named_variant
-from harness.config import READS, Config, EngineKind
+from harness.config import READS, Config, EngineChoice, EngineKind
 from harness.engines import make_engine
 from harness.engines.assets import checkpoint_folder
 from harness.engines.local import LocalEngine, shared_casts
-from harness.engines.protocol import Engine
+from harness.engines.protocol import Engine, Scored
 from harness.gate import GateResult, part_of, run_gate
 from harness.golden import Golden, load_golden
 from harness.golden_model import is_made_of
 from harness.ledger import Ledger, Run
 from harness.numerics import check_device, policy
+from harness.oracle import Forced
 from harness.pregate import check_vocabulary
 from harness.provenance import environment
 from harness.verdict import RunClass, Verdict
@@ -32,6 +34,7 @@ from variants.recipe import Recipe, is_incremental, resolve
 from variants.weights import Casts
 
 DEFECT = 1
+WATCHED = 64  # logprobs asked for with each forced token
 # A library in bf16 or f32 is taken to compute as the variant of this name, with the checkpoint's own semantics.
 TAKEN_FOR = {"bf16": "bf16_engine", "f16": "bf16_engine", "f32": "f32"}
 
@@ -130,6 +133,9 @@ def _outside(
     if config.noise is not None:
         raise UsageError(f"noise={config.noise} has no effect: the envelope measures it here; leave it out")
     stack.callback(casts.drop)
+    scored, finer = forced_scores(engine, golden)
+    if scored is not None:
+        row.add({"teacher_forced": _teacher_forced(golden, scored.top_ids[..., 0])})
     question = OutsideQuestion(
         golden=golden,
         casts=casts,
@@ -138,6 +144,8 @@ def _outside(
         members=config.members,
         seed=config.seed,
         calibration=_calibration(casts.checkpoint.sha256),
+        scored=scored,
+        finer=finer,
     )
     return judge_outside(question, gate), gate
 
@@ -154,8 +162,7 @@ def _taken_for(config: Settings, model: ModelConfig) -> Recipe:
 
     Raises UsageError for one that does not carry state.
     """
-    dtype = config.engine.dtype.name if "dtype" in READS[config.engine.kind][0] else "bf16"
-    name = config.declared or TAKEN_FOR[dtype]
+    name = config.declared or _usual(config.engine)
     recipe = resolve(named_variant(name), model)
     if not is_incremental(recipe) or recipe.execution.prefill_piece:
         raise UsageError(
@@ -163,6 +170,31 @@ def _taken_for(config: Settings, model: ModelConfig) -> Recipe:
             "so (execution.mode=incremental, execution.prefill_piece=0)"
         )
     return recipe
+
+
+def _usual(choice: EngineChoice) -> str:
+    if choice.kind is EngineKind.llama_server and choice.dtype.name == "f32":
+        return "llama_cpp_flash" if choice.flash else "llama_cpp_f16_kv" if choice.kv.name == "f16" else "llama_cpp"
+    if choice.kind is EngineKind.mlx:
+        return "f32"
+    return TAKEN_FOR[choice.dtype.name if "dtype" in READS[choice.kind][0] else "bf16"]
+
+
+def forced_scores(engine: Engine, golden: Golden) -> tuple[Scored | None, dict[str, Scored]]:
+    """An engine that gives whole rows, forced along the golden, and again in the finer format that its code can run in.
+
+    None for one that cannot: what it said freely is judged then.
+    """
+    info = engine.info
+    if not (info.can_score and info.full_logits):
+        return None, {}
+    continuations = Forced.of(golden).continuations
+    finer: dict[str, Scored] = {}
+    for precision in info.precisions:
+        exact = engine.at_precision(precision)  # pyright: ignore[reportAttributeAccessIssue]
+        if exact is not engine:
+            finer[precision] = exact.score(golden.prompts, continuations, top_k=WATCHED)
+    return engine.score(golden.prompts, continuations, top_k=WATCHED), finer
 
 
 def _calibration(sha256: str) -> Calibration | None:
@@ -193,6 +225,7 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
     seen, total = f.get("inspected"), gate.golden.tokens[0].shape
     if isinstance(seen, dict):
         lines.append(f"replayed {seen['prompts']} x {seen['tokens']} of {total[0]} x {total[1]} tokens, site by site")
+    lines += _outputs(f)
     lines += [note for note in gate.notes if not note.startswith("prompt ")]
     lines += [f"  {x.instrument}: {x.reason}" for x in verdict.findings[:8]]
     if len(verdict.findings) > 8:
@@ -203,6 +236,20 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
         lines += ["", head]
         lines += [f"  {d.reason}" for d in verdict.divergences]
     return "\n".join(lines)
+
+
+def _outputs(figures: Mapping[str, object]) -> list[str]:
+    """How far the logprobs of an engine seen from outside are from the oracle, as it runs and in a finer format."""
+    lines = []
+    for key, excess in figures.items():
+        name = key.removesuffix("logprob_excess")
+        if name != key and isinstance(excess, float):
+            error, places = figures[f"{name}logprob_error"], figures[f"{name}logprob_places"]
+            how = f"its own code in {name.removesuffix('_')}" if name else "as it runs"
+            lines.append(
+                f"logprobs {how}: error e^{error:.2f}, e^{excess:+.2f} of its recipe's members, {places} places"
+            )
+    return lines
 
 
 if __name__ == "__main__":

@@ -2,14 +2,19 @@
 
 The engine is taken to compute as a declared recipe. Its first divergences are judged as those of any candidate, with
 its own margins where it gave logprobs; its logprobs along the shared prefixes are held against the members'; and its
-score against what members of the recipe reach. All of this sees outputs alone, so a defect is named without a place.
+score against what members of the recipe reach. All of this sees outputs alone, so a defect is named without a place;
+known departures from the checkpoint's own function are tried on the oracle. An engine that can be forced is judged at
+every place, and where its own code can run in a finer format too, at both: rounding falls with the format, a defect
+stays.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from harness.calibration import Calibration, family
+from harness.engines.protocol import Scored
 from harness.envelope import F64_FLOOR, Envelope, envelope
 from harness.expected import ExpectedScore, expected_score
 from harness.forced_errors import Battery
@@ -20,13 +25,22 @@ from harness.inspect import make_oracle
 from harness.judge import ALPHA, Evidence, divergences
 from harness.significance import Spread, next_run_p
 from harness.verdict import Finding, Verdict, conclude
+from harness.verdict_semantics import LEAST, explained_by
+from variants.dtypes import DType
 from variants.recipe import Recipe, Semantics
 from variants.weights import Casts
+
+# ln. Another engine's sums go in an order of their own, which no recipe names: MLX's float32 stands e^0.5 over ours.
+EXCESS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutsideQuestion:
-    """What is judged, as `harness.verdict_run.Question`, without an engine: the gate's result says all of it."""
+    """What is judged, as `harness.verdict_run.Question`, without an engine: the gate's result says all of it.
+
+    scored: the engine forced along the golden's tokens, None where it cannot be. finer: the same, by the precision that
+    its code was raised to.
+    """
 
     golden: Golden
     casts: Casts
@@ -35,50 +49,38 @@ class OutsideQuestion:
     members: int = 8
     seed: int = 0
     calibration: Calibration | None = None
+    scored: Scored | None = None
+    finer: Mapping[str, Scored] = field(default_factory=dict)
 
 
 def judge_outside(q: OutsideQuestion, gate: GateResult) -> Verdict:
-    """Divergences, logprobs and score of one free run against oracle, envelope and members."""
+    """Divergences, logprobs and score of one run against oracle, envelope and members."""
     config = q.casts.checkpoint.config
-    if gate.agreement.non_finite:
-        n, t = gate.agreement.non_finite[0]
-        reason = f"non-finite logits, first at prompt {n}, step {t}"
-        return conclude((), (), invalid=reason, bar_met=None, config=config, instruments=("tokens",))
-    chosen, margins = _first_choices(q.golden, gate)
+    if invalid := _not_finite(q, gate):
+        return conclude((), (), invalid=invalid, bar_met=None, config=config, instruments=("tokens",))
+    chosen, margins = _first_choices(q.golden, gate) if q.scored is None else _forced_choices(q.golden, q.scored)
     battery = Battery.of(q.golden)
     assert battery.watch is not None
     battery = replace(battery, watch=np.concatenate([battery.watch, chosen[..., None]], -1))
     own = envelope(q.declared, q.casts, battery, members=q.members, seed=q.seed)
-    differs = bool(((chosen != q.golden.tokens[0]) & (chosen != ENDED)).any())
-    reference = own
-    if differs and q.reference.hash != q.declared.hash:
-        reference = envelope(q.reference, q.casts, battery, members=q.members, seed=q.seed + 1)
     expected = expected_score(q.declared, q.casts, q.golden, members=q.members, seed=q.seed)
-    found = divergences(
-        Evidence(
-            golden=q.golden,
-            chosen=chosen,
-            own=own,
-            reference=reference,
-            declared=q.declared,
-            golden_recipe=q.reference,
-            oracle=make_oracle(q.casts, q.declared),
-            truth=make_oracle(q.casts, q.declared, semantics=Semantics()),
-            make_row=None,
-            margins=margins,
-        )
-    )
-    logprobs, figures = _logprobs(q, own, gate)
+    found = divergences(_evidence(q, battery, own, chosen, margins))
+    seen = _given(gate) if q.scored is None else _Lists.of(q.scored)
+    logprobs, figures = _logprobs(q, q.declared, battery, own, seen)
+    for precision, scored in q.finer.items():
+        more, rung = _rung(q, precision, battery, _Lists.of(scored))
+        logprobs, figures = [*logprobs, *more], figures | rung
     noise = _noise(own)
     weak = cannot_discriminate(q.golden, noise)
     findings = [*logprobs, *_score(expected, gate)]
+    last = "tokens" if q.scored is None else "forced_logprobs"
     return conclude(
         findings,
         found,
         invalid=weak if weak and not findings else None,
         bar_met=gate.agreement.bar_met,
         config=config,
-        instruments=("envelope", "expected_score", "routing", "tokens"),
+        instruments=("envelope", *(("ladder",) if q.finer else ()), "expected_score", "routing", last),
         figures={
             "expected": expected.record(),
             "expected_p": expected.p_value(gate.agreement.matched),
@@ -86,6 +88,38 @@ def judge_outside(q: OutsideQuestion, gate: GateResult) -> Verdict:
             "members": q.members,
             **figures,
         },
+    )
+
+
+def _not_finite(q: OutsideQuestion, gate: GateResult) -> str | None:
+    if gate.agreement.non_finite:
+        n, t = gate.agreement.non_finite[0]
+        return f"non-finite logits, first at prompt {n}, step {t}"
+    if q.scored is not None and not q.scored.finite.all():
+        n, t = np.argwhere(~q.scored.finite)[0]
+        return f"non-finite logits when teacher-forced, first at prompt {n}, step {t}"
+    return None
+
+
+def _evidence(
+    q: OutsideQuestion, battery: Battery, own: Envelope, chosen: np.ndarray, margins: dict[tuple[int, int], float]
+) -> Evidence:
+    """What the judge reads; the golden's envelope is the candidate's own where it is the same or nothing diverges."""
+    differs = bool(((chosen != q.golden.tokens[0]) & (chosen != ENDED)).any())
+    reference = own
+    if differs and q.reference.hash != q.declared.hash:
+        reference = envelope(q.reference, q.casts, battery, members=q.members, seed=q.seed + 1)
+    return Evidence(
+        golden=q.golden,
+        chosen=chosen,
+        own=own,
+        reference=reference,
+        declared=q.declared,
+        golden_recipe=q.reference,
+        oracle=make_oracle(q.casts, q.declared),
+        truth=make_oracle(q.casts, q.declared, semantics=Semantics()),
+        make_row=None,
+        margins=margins,
     )
 
 
@@ -107,33 +141,94 @@ def _first_choices(golden: Golden, gate: GateResult) -> tuple[np.ndarray, dict[t
     return chosen, margins
 
 
-def _logprobs(q: OutsideQuestion, own: Envelope, gate: GateResult) -> tuple[list[Finding], dict[str, object]]:
+def _forced_choices(golden: Golden, scored: Scored) -> tuple[np.ndarray, dict[tuple[int, int], float]]:
+    """The forced candidate's choices [N, T], and its own margins where it returned both tokens."""
+    tokens = golden.tokens[0]
+    chosen = np.where(tokens == ENDED, ENDED, scored.top_ids[..., 0])
+    margins: dict[tuple[int, int], float] = {}
+    for n, t in np.argwhere(chosen != tokens).tolist():
+        margin = float(scored.token_logprobs[n, t] - scored.top_logprobs[n, t, 0])
+        if np.isfinite(margin):
+            margins[(n, t)] = margin
+    return chosen, margins
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lists:
+    """Ranked logprobs [N, T, k] and how many places of each row stand on the golden's own tokens."""
+
+    ids: np.ndarray | None
+    logprobs: np.ndarray | None
+    upto: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, scored: Scored) -> "_Lists":
+        """A forced engine stands on them everywhere."""
+        return cls(ids=scored.top_ids, logprobs=scored.top_logprobs)
+
+
+def _given(gate: GateResult) -> _Lists:
+    # The list at the first divergence itself still stands on the shared prefix.
+    upto = tuple(row.prefix + 1 for row in gate.agreement.per_prompt)
+    return _Lists(ids=gate.generation.top_ids, logprobs=gate.generation.top_logprobs, upto=upto)
+
+
+def _logprobs(
+    q: OutsideQuestion, declared: Recipe, battery: Battery, own: Envelope, seen: _Lists, *, at: str = ""
+) -> tuple[list[Finding], dict[str, object]]:
     """The candidate's logprobs of watched tokens, at the places it shares with the golden, against the members'."""
-    deviations = _deviations(own, gate)
-    known = ~np.isnan(deviations)
-    places = known.any(-1)
+    deviations = _deviations(own, seen)
+    places = (~np.isnan(deviations)).sum(-1) > 1
     if places.sum() < 2:
         return [], {}
-    unknown = ~known[places]
-    members = np.where(unknown, np.nan, own.deviations[:, places])
-    floor = F64_FLOOR * own.table.scale[own.head][places]
-    level = float(_level(deviations[places], floor))
-    spread = Spread.of(_level(members, floor))
-    model = q.calibration.model(q.declared) if q.calibration and _known(q) else None
+
+    def level(given: np.ndarray) -> tuple[float, float]:
+        value, spread = _levels(own, given, places)
+        return value, float(spread.mean)
+
+    value, spread = _levels(own, deviations, places)
+    model = q.calibration.model(declared) if q.calibration and _known(q, declared) else None
     last = None if model is None else Spread(
         mean=model.mean[-1], variance=model.variance[-1], df=model.df[-1], count=model.count
     )  # fmt: skip
-    p = float(next_run_p(level, spread, *([] if last is None else [last])))
-    excess = level - float(spread.mean)
-    figures: dict[str, object] = {"logprob_excess": excess, "logprob_p": p, "logprob_places": int(places.sum())}
-    if p >= ALPHA:
+    p = float(next_run_p(value, spread, *([] if last is None else [last])))
+    excess = value - float(spread.mean)
+    prefix = f"{at}_" if at else ""
+    figures: dict[str, object] = {f"{prefix}logprob_excess": excess, f"{prefix}logprob_p": p}
+    figures |= {f"{prefix}logprob_error": value, f"{prefix}logprob_places": int(places.sum())}
+    suspicious = p < ALPHA or excess > LEAST
+    why = explained_by(declared, q.casts, battery, own, deviations, level) if suspicious else None
+    if why is None and (p >= ALPHA or excess < EXCESS):
         return [], figures
-    reason = f"logprobs: error e^{excess:+.2f} of the envelope of its recipe at {int(places.sum())} places, p {p:.1e}"
-    return [Finding(instrument="envelope", reason=reason)], figures
+    where = f" in {at}" if at else ""
+    reason = f"logprobs{where}: error e^{excess:+.2f} of the envelope of its recipe at {int(places.sum())} places"
+    reason += f", p {p:.1e}" + (f"; {why}" if why else "")
+    return [Finding(instrument="ladder" if at else "envelope", reason=reason, rung=at)], figures
 
 
-def _known(q: OutsideQuestion) -> bool:
-    return q.calibration is not None and family(q.declared) in {b.family for b in q.calibration.benign}
+def _rung(
+    q: OutsideQuestion, precision: str, battery: Battery, seen: _Lists
+) -> tuple[list[Finding], dict[str, object]]:
+    """The engine's own code raised to a finer format, against the envelope of its recipe raised likewise."""
+    raised = q.declared.at_precision(DType[precision])
+    own = envelope(raised, q.casts, battery, members=q.members, seed=q.seed + 2)
+    return _logprobs(q, raised, battery, own, seen, at=precision)
+
+
+def _levels(own: Envelope, deviations: np.ndarray, places: np.ndarray) -> tuple[float, Spread]:
+    """Both over the same tokens and without what a place's tokens share: how a server sums its softmax is no matter."""
+    known = ~np.isnan(deviations[places])
+    floor = F64_FLOOR * own.table.scale[own.head][places]
+    members = np.where(known, own.deviations[:, places], np.nan)
+    return float(_level(_centred(deviations[places]), floor)), Spread.of(_level(_centred(members), floor))
+
+
+def _centred(deviations: np.ndarray) -> np.ndarray:
+    return deviations - np.nanmean(deviations, -1, keepdims=True)
+
+
+def _known(q: OutsideQuestion, declared: Recipe) -> bool:
+    return q.calibration is not None and family(declared) in {b.family for b in q.calibration.benign}
 
 
 def _level(deviations: np.ndarray, floor: np.ndarray) -> np.ndarray:
@@ -143,17 +238,16 @@ def _level(deviations: np.ndarray, floor: np.ndarray) -> np.ndarray:
     return np.log(np.maximum(rms, floor)).mean(-1)
 
 
-def _deviations(own: Envelope, gate: GateResult) -> np.ndarray:
+def _deviations(own: Envelope, seen: _Lists) -> np.ndarray:
     """Candidate's logprob minus the oracle's, [P, W]; NaN past a row's first divergence and where it gave none."""
-    made, table = gate.generation, own.table
+    table = own.table
     found = np.full(table.ids.shape, np.nan)
-    if made.top_ids is None or made.top_logprobs is None:
+    if seen.ids is None or seen.logprobs is None:
         return found
-    prefix = [row.prefix for row in gate.agreement.per_prompt]
     for p, (n, t) in enumerate(table.positions.tolist()):
-        if t > prefix[n]:  # the list at the first divergence itself still stands on the shared prefix
+        if seen.upto is not None and t >= seen.upto[n]:
             continue
-        given = dict(zip(made.top_ids[n, t].tolist(), made.top_logprobs[n, t].tolist(), strict=True))
+        given = dict(zip(seen.ids[n, t].tolist(), seen.logprobs[n, t].tolist(), strict=True))
         for w, token in enumerate(table.ids[p].tolist()):
             if token >= 0 and token in given:
                 found[p, w] = given[token] - table.oracle_logprobs[p, w]
