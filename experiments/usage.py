@@ -9,8 +9,7 @@ usage: neartie COMMAND [SETTING=VALUE ...] [-m] [--flag ...]
 {commands}
 -m: every combination of comma-separated values; --json; --config; --help
 example: neartie gate -m variant=f32,bf16_stream golden=gate
-exit: 0 ran, 1 bar not met or findings, 2 usage, 3 input, 4 environment or
-device, 5 engine, 6 internal, 130 interrupted"""
+exit: 0 ran, 1 bar or findings, 2 usage, 3 input, 4 device, 5 engine, 6 bug"""
 
 
 def top(commands: Iterable[Command]) -> str:
