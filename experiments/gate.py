@@ -49,7 +49,7 @@ def run(config: Config, flags: Flags) -> int:
         job = Job(row=row)
         flags.results.append(job)
         check_device(config.device)
-        with policy(config.device, tf32=config.variant.tf32):
+        with policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums):
             job.result = _gate(config, row)
         row.finish(job.result.record())
     if flags.many and not flags.json:

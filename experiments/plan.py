@@ -89,7 +89,7 @@ def run(config: Settings, flags: Flags) -> int:
 def _arm(engine: LocalEngine, golden: Golden, cache: Path) -> Arm:
     """A variant is held against the oracle of its own declared semantics: what is measured is rounding alone."""
     checkpoint, semantics = engine.casts.checkpoint, engine.recipe.semantics
-    with policy(engine.device, tf32=engine.recipe.tf32):
+    with policy(engine.device, tf32=engine.recipe.tf32, reduced_sums=engine.recipe.reduced_sums):
         oracle = consult(checkpoint, Forced.of(golden), semantics=semantics, device=engine.casts.device, cache=cache)
         noise = measure(engine, oracle)
     return Arm(label=engine.name, noise=noise, flips=noise.flips(oracle.leads))

@@ -18,7 +18,7 @@ def run(config: Config, flags: Flags) -> int:
     """Replay one file; exit code 1 with --fail where what was captured is not what its rule says."""
     (path,) = flags.words
     capture = read_capture(path)
-    with policy(config.device, tf32=capture.recipe.tf32):
+    with policy(config.device, tf32=capture.recipe.tf32, reduced_sums=capture.recipe.reduced_sums):
         found = replay_op(capture)
     if flags.json:
         print(strict_json.dumps(strict_json.encode(_document(capture, found))[0]).decode(), end="")

@@ -64,7 +64,7 @@ def first_difference(runner: Runner, a: Recipe, b: Recipe, spot: Spot) -> FirstD
         spot = Spot(prompt=[*spot.prompt, *spot.forced], forced=())
     exact_a, exact_b = a.at_precision(DType.f64), b.at_precision(DType.f64)
     config = runner.casts.checkpoint.config
-    with policy(runner.device, tf32=a.tf32):
+    with policy(runner.device, tf32=a.tf32, reduced_sums=a.reduced_sums):
         return FirstDifference(
             at_all=_first_value(runner, a, b, spot),
             beyond=_excess(runner, a, exact_b, coarser(a, b, config), spot),

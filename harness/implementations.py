@@ -42,8 +42,9 @@ SITE_FUNCTIONS = {
         "flash_rows": "mla.rows",
         "absorbed": "mla.per_head",  # what runs last; attention itself ends at o_latent
         "absorbed_rows": "mla.per_head_rows",
+        "absorbed_tokens": "mla.per_head_by_tokens",
     },
-    "q_latent": {"bmm": "mla.per_head", "bmm_rows": "mla.per_head_rows"},
+    "q_latent": {"bmm": "mla.per_head", "bmm_rows": "mla.per_head_rows", "bmm_heads": "mla.per_head_by_heads"},
     "o_latent": {"bmm": "mla.absorbed", "bmm_rows": "mla.absorbed_rows"},
     "o_norm": {"sigmoid": "norm.gated_rms_norm", "sigmoid_lanes": "norm.gated_rms_norm"},
 }
@@ -68,10 +69,25 @@ KERNELS = {
         "kda_core recurrent": "fla_kernels.recurrent",
         "kda_core chunk": "fla_kernels.chunk",
     },
+    "vllm": {
+        "gemm": "linear.gemm_flat",
+        "rms_norm": "vllm_norm.rms_norm",
+        "o_norm": "vllm_norm.gated_rms_norm",
+        "mlp_act": "vllm_norm.silu_and_mul",
+        "shared_act": "vllm_norm.silu_and_mul",
+        "short_conv": "vllm_kda.short_conv",
+        "kda_core recurrent": "vllm_kda.recurrent",
+        "kda_core chunk": "vllm_kda.chunk",
+        "mla_core": "vllm_mla.flash",
+        "o_latent": "vllm_mla.absorbed",
+        "router_weights": "vllm_moe.route",
+        "routed": "vllm_moe.experts",
+    },
 }
 
 # Sites whose value is computed together with that of the site before them, at whose place it is seen.
 JOINED = ("k_l2norm",)
+JOINED_UP = ("mlp_up", "shared_up")
 
 
 def expected_function(site: str, rule: Rule) -> str:

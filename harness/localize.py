@@ -64,7 +64,7 @@ class Runner:
 
     def logits(self, recipe: Recipe, spot: Spot, *, probe: Probe | None = None) -> Tensor:
         """Logits [V] of the spot: through the decode path, or in one pass where the recipe recomputes."""
-        with policy(self.device, tf32=recipe.tf32):
+        with policy(self.device, tf32=recipe.tf32, reduced_sums=recipe.reduced_sums):
             return forced_along(rows_to(self.model(recipe, probe=probe), spot), spot)[0]
 
 
@@ -96,7 +96,7 @@ def first_token(
 
     None where they agree everywhere.
     """
-    with policy(runner.device, tf32=a.tf32), progress("prompts", len(prompts)) as done:
+    with policy(runner.device, tf32=a.tf32, reduced_sums=a.reduced_sums), progress("prompts", len(prompts)) as done:
         for p, (prompt, forced) in enumerate(zip(prompts, tokens, strict=True)):
             for position in walk([runner.model(a), runner.model(b)], [prompt], [forced]):
                 choice_a, choice_b = (token_of(x[0]) for x in position.logits)

@@ -18,7 +18,7 @@ def matched(runner: Runner, recipe: Recipe, golden: Golden, *, free: bool) -> in
     """Tokens in agreement with the golden's run 0; rows run together as the recipe's execution says."""
     size, model = recipe.execution.batch, runner.model(recipe)
     count = _free if free else _forced
-    with policy(runner.device, tf32=recipe.tf32):
+    with policy(runner.device, tf32=recipe.tf32, reduced_sums=recipe.reduced_sums):
         return sum(count(model, *part) for part in _parts(golden, size))
 
 

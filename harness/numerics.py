@@ -20,10 +20,11 @@ def check_device(device: DeviceChoice) -> None:
 
 
 @contextmanager
-def policy(device: DeviceChoice, *, tf32: bool = False) -> Iterator[None]:
+def policy(device: DeviceChoice, *, tf32: bool = False, reduced_sums: bool = False) -> Iterator[None]:
     """Threads, TF32 and the dtype of partial sums for as long as the block runs, then as they were.
 
-    float32 products are IEEE unless `tf32` names the other; partial sums of a bf16 product are never bf16.
+    float32 products are IEEE unless `tf32` names the other; partial sums of a bf16 product are float32 unless
+    `reduced_sums` lets cuBLAS hold them in bf16, which is torch's own default.
     """
     import torch
 
@@ -34,7 +35,7 @@ def policy(device: DeviceChoice, *, tf32: bool = False) -> Iterator[None]:
     wanted = "tf32" if tf32 else "ieee"
     if device.threads:
         torch.set_num_threads(device.threads)
-    matmul.fp32_precision, conv.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = wanted, wanted, False
+    matmul.fp32_precision, conv.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = wanted, wanted, reduced_sums
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from harness.implementations import JOINED, expected_function
+from harness.implementations import JOINED, JOINED_UP, expected_function
 from harness.short_run import short_run
 from variants.dtypes import DType, dtype_of, narrowest_holding
 from variants.model import Model
@@ -235,9 +235,8 @@ def contradictions(recipe: Recipe, places: Mapping[str, SiteObservation]) -> lis
         if site in INTEGER:
             continue
         rule = recipe.rule(site, int(layer), phase)
-        lines = _contradicts(rule, seen) + _another_function(
-            site, rule, seen, joined=recipe.fused_projections or site in JOINED
-        )
+        joined = recipe.fused_projections or site in JOINED or (recipe.fused_gate_up and site in JOINED_UP)
+        lines = _contradicts(rule, seen) + _another_function(site, rule, seen, joined=joined)
         found += [f"layer {layer} {rule_key(site, phase)}: {line}" for line in lines]
     return found
 
@@ -283,7 +282,7 @@ def _another_function(site: str, rule: Rule, seen: SiteObservation, *, joined: b
         return [f"ran {_list({x.split(':')[0] for x in seen.launches})}, declared impl torch"]
     if rule.impl != "torch" and expected:
         ran = {x.split("/")[0] for x in seen.launches} | {f.split(":")[0] for f in seen.functions}
-        return [] if expected in ran else [f"ran {_list(ran)}, declared {expected} (impl {rule.impl})"]
+        return [] if expected in ran or (joined and not ran) else [f"ran {_list(ran)}, declared {expected} (impl {rule.impl})"]
     if not expected or (joined and not seen.arithmetic):  # the first of a joined product stands for all
         return []
     dtypes = {f.split(":")[1] for f in seen.functions if f.split(":")[0] == expected}

@@ -258,6 +258,7 @@ class ImplAxes:
     experts: Impl = Impl.torch
     router: Impl = Impl.torch
     linear: Impl = Impl.torch
+    swiglu: Impl = Impl.torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +299,8 @@ class Variant:
     gemm: Gemm = Gemm.bf16_f32out
     batch_invariant: bool = False
     fused_projections: bool = False
+    fused_gate_up: bool = False
+    reduced_sums: bool = False
     weights_by_column: bool = False
     tf32: bool = False
     norm: NormAxes = field(default_factory=NormAxes)

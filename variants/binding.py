@@ -73,9 +73,9 @@ class Binder:
             return lambda x: multiply(operand(x), weight)
         return lambda x: rounding(multiply(operand(x), weight))
 
-    def linears(self, **names: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """Several products of one operand, site=name; one fused product where the recipe fuses projections."""
-        if not self.recipe.fused_projections or len({(self.rule(s).accum, self.rule(s).input) for s in names}) > 1:
+    def linears(self, *, fused: bool = False, **names: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """Several products of one operand, site=name; one fused product where the recipe or the caller fuses them."""
+        if not (fused or self.recipe.fused_projections) or len({(self.rule(s).accum, self.rule(s).input) for s in names}) > 1:
             each = [self.linear(site, name) for site, name in names.items()]
             return lambda x: tuple(f(x) for f in each)
         rule = self.rule(next(iter(names)))
@@ -86,11 +86,11 @@ class Binder:
         multiply, operand = self._multiply(first), _operand(rule, self.held(first))
         rounding = [self.maybe(site, _made(rule)) for site in names]
 
-        def fused(x: Tensor) -> tuple[Tensor, ...]:
+        def joined(x: Tensor) -> tuple[Tensor, ...]:
             parts = multiply(operand(x), weight).split(sizes, -1)
             return tuple(p if r is None else r(p) for p, r in zip(parts, rounding, strict=True))
 
-        return fused
+        return joined
 
     def _multiply(self, site: str) -> Callable[[Tensor, Tensor], Tensor]:
         bind = self.kernel("router" if site == "router" else "linear", site)

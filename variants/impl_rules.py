@@ -12,6 +12,7 @@ from typing import NoReturn
 from variants.axes import ChunkForm, Impl, ImplAxes, KdaCore, L2NormEps, MlaCore, NormVariance, Store, Variant
 from variants.dtypes import DType
 from variants.errors import UsageError
+from variants.impl_rules_vllm import refined
 from variants.kernels import choices, has
 from variants.recipe import Rule
 from variants.sites import CHUNK_SITES, rule_key
@@ -35,7 +36,7 @@ KDA_FORMS: dict[Impl, tuple[ChunkForm, ...]] = {
     Impl.vllm: (ChunkForm.vllm,),
 }
 GATES = {Impl.triton: ("decay_gate", "beta"), Impl.fla: ("decay_gate",), Impl.vllm: ("decay_gate",)}
-TILED = {Impl.triton: (MlaCore.flash, MlaCore.absorbed)}
+TILED = {impl: (MlaCore.flash, MlaCore.absorbed) for impl in (Impl.triton, Impl.vllm)}
 
 
 def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:
@@ -55,6 +56,7 @@ def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:
             _refuse(axis.name, impl, f"there is none; choose {', '.join(choices(axis.name))}")
         if impl is not Impl.torch:
             out |= _AXES[axis.name](variant, impl, out)
+            out |= refined(axis.name, variant, out) if impl is Impl.vllm else {}
     return out
 
 
@@ -203,6 +205,11 @@ def _experts(v: Variant, impl: Impl, rules: Rules) -> Rules:
     return out | {"routed": replace(rules["routed"], impl=impl.name)}
 
 
+def _swiglu(v: Variant, impl: Impl, rules: Rules) -> Rules:
+    silu = {f"{n}_silu": replace(rules[f"{n}_silu"], impl=impl.name, inside=f"{n}_act") for n in ("mlp", "shared")}
+    return silu | {f"{n}_act": replace(rules[f"{n}_act"], impl=impl.name) for n in ("mlp", "shared")}
+
+
 def _float32(axis: str, impl: Impl, rule: Rule) -> None:
     if rule.accum is not DType.f32:
         _refuse(
@@ -226,4 +233,5 @@ _AXES: dict[str, Callable[[Variant, Impl, Rules], Rules]] = {
     "experts": _experts,
     "router": _router,
     "linear": _linear,
+    "swiglu": _swiglu,
 }

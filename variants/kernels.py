@@ -16,6 +16,8 @@ as in `Batch`:
   place. gate: (A_log [H, 1], dt_bias [H, K]).
 - flash(b) -> f(q, k, v, batch): keys and values expanded, [B, L, H, .]; the result [B, T, H, V].
 - absorbed(b) -> f(q_latent, q_pe, batch, state): over the slots' latent; the result o_latent [B, T, H, R].
+- silu_and_mul(b) -> f(gate, up): the product of silu(gate) and up.
+- route(b, bias) -> f(logits): logits [N, E]; chosen ids [N, k] and their float32 weights.
 - experts(b, w13, w2) -> f(x, ids, weights): x [N, D], ids and float32 weights [N, k]; the routed sum [N, D].
 """
 
@@ -29,6 +31,7 @@ from variants.errors import DeviceError, UsageError
 
 TRITON = "variants.bind_triton"
 FLA = "variants.bind_fla"
+VLLM = "variants.bind_vllm"
 
 # (operation, implementation): module and function. An axis of `ImplAxes` covers the operations of OPERATIONS.
 KERNELS: dict[tuple[str, Impl], str] = {
@@ -45,6 +48,12 @@ KERNELS: dict[tuple[str, Impl], str] = {
     ("gated_rms_norm", Impl.fla): f"{FLA}:gated_rms_norm",
     ("short_conv", Impl.fla): f"{FLA}:short_conv",
     ("delta_rule", Impl.fla): f"{FLA}:delta_rule",
+    **{
+        (operation, Impl.vllm): f"{VLLM}:{operation}"
+        for operation in ("linear", "rms_norm", "gated_rms_norm", "silu_and_mul", "short_conv", "delta_rule", "flash",
+                          "absorbed", "route", "experts")
+    },
+    ("router", Impl.vllm): f"{VLLM}:linear",
 }
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "kda": ("delta_rule",),
@@ -52,8 +61,9 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "conv": ("short_conv",),
     "norms": ("rms_norm", "gated_rms_norm"),
     "experts": ("experts",),
-    "router": ("router",),
+    "router": ("router", "route"),
     "linear": ("linear",),
+    "swiglu": ("silu_and_mul",),
 }
 # What an implementation needs: a package, and what to do where it is not there.
 PACKAGES = {

@@ -1,5 +1,7 @@
 """The MLP blocks of a layer: dense, and experts behind a sigmoid router. x is [B, T, D], N = B * T tokens."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,20 +11,27 @@ from variants.ops import moe
 from variants.ops.norm import SIGMOID, SILU
 from variants.rounding import pinned
 
+Route = Callable[[Tensor], tuple[Tensor, Tensor]]
+
 
 class Swiglu:
     """A gated MLP: the dense layer's and the shared expert's."""
 
     def __init__(self, b: Binder, sites: str, name: str) -> None:
-        self.project = b.linears(**{f"{sites}_gate": f"{name}.gate_proj", f"{sites}_up": f"{name}.up_proj"})
+        names = {f"{sites}_gate": f"{name}.gate_proj", f"{sites}_up": f"{name}.up_proj"}
+        self.project = b.linears(fused=b.recipe.fused_gate_up, **names)
         self.accum, self.silu = b.rule(f"{sites}_act").accum, SILU[b.rule(f"{sites}_silu").algorithm]
         self.round_silu, self.round_act = b.at(f"{sites}_silu", self.accum), b.at(f"{sites}_act", self.accum)
+        bind = b.kernel("silu_and_mul", f"{sites}_act")
+        self.activate = self._activate if bind is None else bind(b)
         self.down_in, self.down = b.at(f"{sites}_down_in"), b.linear(f"{sites}_down", f"{name}.down_proj")
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.project(x)
+        return self.down(self.down_in(self.round_act(self.activate(*self.project(x)))))
+
+    def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
         gate = pinned(self.round_silu(self.silu(pinned(gate, self.accum))), self.accum)
-        return self.down(self.down_in(self.round_act(gate * pinned(up, self.accum))))
+        return gate * pinned(up, self.accum)
 
 
 class DenseBlock:
@@ -47,6 +56,8 @@ class MoeBlock:
         self.weigh = moe.WEIGHTS[b.rule("router_weights").algorithm]
         self.round_scores, self.round_ids = b.at("router_scores", self.score_accum), b.at("router_ids")
         self.round_weights = b.at("router_weights", self.score_accum)
+        bind = b.kernel("route", "router_weights")
+        self.route = self._choose if bind is None else self._shown(bind(b, self.bias))
         self._bind_experts(b, f"model.layers.{b.layer}.{name}")
         self.shared = Swiglu(b, "shared", f"{name}.shared_experts") if c.num_shared_experts else None
         self.sum_accum, self.round_combine = b.rule("combine").accum, b.at("combine")
@@ -80,11 +91,23 @@ class MoeBlock:
         return self.round_combine(total)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.round_scores(self.sigmoid(pinned(self.logits(self.router_in(x)), self.score_accum)))
-        scores = pinned(scores, self.score_accum)
+        return self.route(self.logits(self.router_in(x)))
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = pinned(self.round_scores(self.sigmoid(pinned(logits, self.score_accum))), self.score_accum)
         ids = self.round_ids(moe.top_k_lowest_id(scores + self.bias, self.config.experts_per_token))
         chosen = scores.gather(-1, ids)
         return ids, self.round_weights(self.weigh(chosen, self.config.routed_scaling_factor, self.config.renormalize))
+
+    def _shown(self, route: Route) -> Route:
+        """A kernel's choice, passed through its sites."""
+
+        def shown(logits: Tensor) -> tuple[Tensor, Tensor]:
+            ids, weights = route(logits)
+            weights = self.round_weights(weights)
+            return self.round_ids(ids), weights
+
+        return shown
 
     def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = self._experts(x, ids) * weights.to(self.out_accum.torch).unsqueeze(-1)

@@ -15,7 +15,7 @@ from variants.model_config import ModelConfig
 from variants.sites import rule_key
 
 Place = tuple[str, int]
-NARROW_OPTIONS = ("form", "tf32")  # of a kernel: how it rounds inside where that is less than float32
+NARROW_OPTIONS = ("form", "tf32", "flash_attention")  # of a kernel: how it rounds inside where that is less than float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,14 @@ class Rule:
         """This rule with every format narrower than `dtype` raised to it.
 
         A kernel's own form of rounding (TF32 products) is narrower than float32, and no kernel has float64: from there
-        on torch computes.
+        on torch computes, and in place of vLLM's, which have bfloat16 alone, in any wider format.
         """
         formats = {f: _raise(getattr(self, f), dtype) for f in ("input", "accum", "output", "storage")}
         if self.impl == "torch" or dtype.precision < DType.f32.precision:
             return replace(self, **formats)
         options = tuple(o for o in self.options if o[0] not in NARROW_OPTIONS)
-        torch = {"impl": "torch", "inside": ""} if dtype.precision > DType.f32.precision else {}
+        widest = DType.f32 if self.impl != "vllm" else DType.bf16
+        torch = {"impl": "torch", "inside": ""} if dtype.precision > widest.precision else {}
         return replace(self, **formats, **torch, options=options)
 
     def as_dict(self) -> dict[str, object]:
@@ -91,6 +92,8 @@ class Recipe:
     semantics: Semantics = Semantics()
     expanded_cache: bool = False
     fused_projections: bool = False
+    fused_gate_up: bool = False
+    reduced_sums: bool = False
     tf32: bool = False
 
     def rule(self, site: str, layer: int, phase: str = "prefill") -> Rule:
@@ -126,6 +129,8 @@ class Recipe:
             **({} if self.execution.mode is not Execution.paged else {"batch_dependent": batch_dependent(self)}),
             "cache": "expanded" if self.expanded_cache else "latent",
             "fused_projections": self.fused_projections,
+            "fused_gate_up": self.fused_gate_up,
+            "reduced_sums": self.reduced_sums,
             "tf32": self.tf32,
         }
 
@@ -184,6 +189,8 @@ def resolve(variant: Variant, config: ModelConfig) -> Recipe:
         semantics=_semantics(variant, config),
         expanded_cache=variant.mla.cache.name == "expanded",
         fused_projections=variant.fused_projections,
+        fused_gate_up=variant.fused_gate_up,
+        reduced_sums=variant.reduced_sums,
         tf32=variant.tf32,
     )
 

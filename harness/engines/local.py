@@ -100,14 +100,14 @@ class LocalEngine:
 
     def observed(self, prompt: Sequence[int]) -> Observed:
         """What really ran at each site, read off one short run of this variant."""
-        with policy(self.device, tf32=self.recipe.tf32), self.compiling.watch():
+        with policy(self.device, tf32=self.recipe.tf32, reduced_sums=self.recipe.reduced_sums), self.compiling.watch():
             return observe(self.recipe, self.casts, prompt)
 
     def generate(self, prompts: Prompts, max_tokens: int, *, stop_at_eos: bool = False) -> Generation:
         """Greedy tokens, lowest id on ties; rows of `execution.batch` prompts run together."""
         self._check(prompts, "prompt")
         eos = self._eos(stop_at_eos)
-        with policy(self.device, tf32=self.recipe.tf32), self.compiling.watch():
+        with policy(self.device, tf32=self.recipe.tf32, reduced_sums=self.recipe.reduced_sums), self.compiling.watch():
             if self._paged:
                 return paged_rows.generated(
                     self.model, prompts, max_tokens, eos=eos, first_seen=self.first_seen, check=_refuse_flat_output
@@ -134,7 +134,7 @@ class LocalEngine:
         """Teacher-forced through the decode path: prompt prefilled, each token forced."""
         self._check_pairs(prompts, continuations)
         table = self._table(continuations, top_k, full_logits)
-        with policy(self.device, tf32=self.recipe.tf32):
+        with policy(self.device, tf32=self.recipe.tf32, reduced_sums=self.recipe.reduced_sums):
             if self._paged:
                 pairs = zip(prompts, continuations, strict=True)
                 requests = [Request(ids=tuple(p), max_tokens=len(c), forced=tuple(c)) for p, c in pairs]
@@ -153,7 +153,7 @@ class LocalEngine:
         """Teacher-forced in one pass over prompt and tokens: the prefill's arithmetic at every position."""
         self._check_pairs(prompts, continuations)
         table = self._table(continuations, top_k, full_logits)
-        with policy(self.device, tf32=self.recipe.tf32):
+        with policy(self.device, tf32=self.recipe.tf32, reduced_sums=self.recipe.reduced_sums):
             for i, (p, c) in enumerate(zip(prompts, continuations, strict=True)):
                 for t, row in enumerate(decode.single_pass(self.model, [p], [c])[0]):
                     table.put(i, t, _numpy(row))

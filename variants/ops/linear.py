@@ -29,4 +29,9 @@ def gemm_columns(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], -1)
 
 
+def gemm_flat(x: Tensor, weight: Tensor) -> Tensor:
+    """As `gemm`, the rows one after another in two dimensions: a library may choose its order of sums by the layout."""
+    return F.linear(x.flatten(0, -2).contiguous(), weight).unflatten(0, x.shape[:-1])
+
+
 LINEAR = {"gemm": gemm, "gemm_rows": gemm_rows, "gemm_columns": gemm_columns}
