@@ -9,13 +9,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from variants.batch import Batch
 from variants.binding import Binder
+from variants.dtypes import DType
 from variants.errors import UsageError
 from variants.ops import vllm_kda, vllm_load, vllm_mla, vllm_moe, vllm_norm
 from variants.ops.linear import gemm_flat
 from variants.packing import packed, unpacked
 from variants.recipe import Rule
-from variants.state import Batch, State, put
+from variants.state import State, carried_keys, put
 
 BF16 = torch.bfloat16
 ABSORBED_UP_TO = 512  # queries of a prompt; FLASH_ATTN_MLA expands longer ones
@@ -47,15 +49,17 @@ def silu_and_mul(b: Binder) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def short_conv(b: Binder, weight: Tensor) -> Callable[[Tensor, Batch, State], Tensor]:
-    layer, decode, carry = b.layer, b.phase == "decode", b.at("conv_state")
+    layer, decode = b.layer, b.phase == "decode"
+    round_conv, carry = b.at("short_conv", DType.bf16), b.at("conv_state")
 
     def run(raw: Tensor, batch: Batch, state: State) -> Tensor:
         _check_prompts(batch, decode)
         x = packed(raw, batch)[0]
         before, starts = state.conv[layer][batch.index], None if decode else _starts(batch)
         y, after = vllm_kda.short_conv(x, weight, before, cu_seqlens=starts)
+        y = round_conv(unpacked(y.unsqueeze(0), batch))
         put(state.conv, layer, batch, carry(after))
-        return unpacked(y.unsqueeze(0), batch)
+        return y
 
     return run
 
@@ -63,14 +67,15 @@ def short_conv(b: Binder, weight: Tensor) -> Callable[[Tensor, Batch, State], Te
 def delta_rule(b: Binder, gate: tuple[Tensor, Tensor]) -> Callable[..., Tensor]:
     core, layer, decode = vllm_kda.CORES[b.rule("kda_core").algorithm], b.layer, b.phase == "decode"
     more = {"a_log": gate[0].reshape(-1).contiguous(), "dt_bias": gate[1].reshape(-1).contiguous()}
-    carry = b.at("kda_state")
+    round_core, carry = b.at("kda_core", DType.bf16), b.at("kda_state")
 
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State) -> Tensor:
         _check_prompts(batch, decode)
         operands = tuple(packed(x, batch) for x in (q, k, v, g, beta))
         o, after = core(operands, state.recurrent[layer][batch.index], cu_seqlens=_starts(batch), **more)
+        o = round_core(unpacked(o, batch))
         put(state.recurrent, layer, batch, carry(after))
-        return unpacked(o, batch)
+        return o
 
     return run
 
@@ -95,7 +100,7 @@ def absorbed(b: Binder) -> Callable[[Tensor, Tensor, Batch, State], Tensor]:
     def run(q_latent: Tensor, q_pe: Tensor, batch: Batch, state: State) -> Tensor:
         _check_prompts(batch, decode)
         ends = [s + n for s, n in zip(batch.starts, batch.lengths, strict=True)]
-        held = vllm_mla.pages(state.latent[layer][batch.index], ends)
+        held = vllm_mla.pages(carried_keys(state.latent[layer], batch), ends)
         q, q_pe = (packed(x, batch)[0] for x in (q_latent, q_pe))
         o = vllm_mla.absorbed(q, q_pe, held, scale=scale, queries=_queries(batch) if flash_attention else None)
         return unpacked(o.unsqueeze(0), batch)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
-from variants.axes import KdaCore, MlaCore, NormVariance, Param, RouterScale, Variant
+from variants.axes import Execution, KdaCore, MlaCore, NormVariance, Param, RouterScale, Variant
 from variants.dtypes import DType
 from variants.errors import UsageError
 from variants.recipe import Rule
@@ -20,6 +20,8 @@ KEYS_A_TILE = {"triton": 32, "flash": 64}
 
 def refined(axis: str, v: Variant, rules: Mapping[str, Rule]) -> Rules:
     """The rules that change when an axis is set to vllm, after the general ones; raises UsageError where it cannot."""
+    if axis in ("conv", "kda", "mla") and v.execution.mode is not Execution.incremental:
+        _refuse(axis, "it carries state from step to step, one row a slot; set execution.mode=incremental")
     out = _AXES[axis](v, rules) if axis in _AXES else {}
     for key, rule in {**rules, **out}.items():
         if rule.impl == "vllm" and not rule.inside and key not in WIDE and rule.storage is not DType.bf16:
