@@ -56,7 +56,7 @@ def run(config: Settings, flags: Flags) -> int:
     """Capture, decide the bar, write; an existing golden is replaced only with --why, and kept beside the new one."""
     old = _existing(config, flags)
     check_device(config.device)
-    with policy(config.device, tf32=config.variant.tf32):
+    with policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums):
         golden = _captured(config, old)
     path = Path(config.golden)
     if old is None:

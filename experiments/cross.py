@@ -76,7 +76,7 @@ def _once(config: Config, golden: Golden) -> Golden:
         stop_at_eos=stop,
         arms=False,
     )
-    with policy(config.device, tf32=config.variant.tf32):
+    with policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums):
         engine = make_engine(config)
         check_length(golden, engine.info)
         about = {"engine": config.label, "version": engine.info.version, "model": engine.info.model_sha256}

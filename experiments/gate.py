@@ -62,7 +62,7 @@ def run(config: Config, flags: Flags) -> int:
 def gate_without_row(config: Config) -> GateResult:
     """One gate that leaves no row, for a test that is its own record; raises what the gate raises."""
     check_device(config.device)
-    with policy(config.device, tf32=config.variant.tf32):
+    with policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums):
         return _gate(config, Run(Ledger(config.results), "none", datetime.now(UTC), {}))
 
 

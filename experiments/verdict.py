@@ -69,7 +69,10 @@ def run(config: Settings, flags: Flags) -> int:
     """Judge one run and put it on record; exit code 1 with --fail where it is a defect, suspect or invalid."""
     with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "verdict")) as row:
         check_device(config.device)
-        with policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums), ExitStack() as stack:
+        with (
+            policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums),
+            ExitStack() as stack,
+        ):
             verdict, gate = _judged(config, row, stack)
         row.finish(gate.record() | {"verdict": verdict.record(), "expected": verdict.figures.get("expected")})
     if flags.json:

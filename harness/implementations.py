@@ -42,9 +42,8 @@ SITE_FUNCTIONS = {
         "flash_rows": "mla.rows",
         "absorbed": "mla.per_head",  # what runs last; attention itself ends at o_latent
         "absorbed_rows": "mla.per_head_rows",
-        "absorbed_tokens": "mla.per_head_by_tokens",
     },
-    "q_latent": {"bmm": "mla.per_head", "bmm_rows": "mla.per_head_rows", "bmm_heads": "mla.per_head_by_heads"},
+    "q_latent": {"bmm": "mla.per_head", "bmm_rows": "mla.per_head_rows"},
     "o_latent": {"bmm": "mla.absorbed", "bmm_rows": "mla.absorbed_rows"},
     "o_norm": {"sigmoid": "norm.gated_rms_norm", "sigmoid_lanes": "norm.gated_rms_norm"},
 }
@@ -78,7 +77,9 @@ KERNELS = {
         "short_conv": "vllm_kda.short_conv",
         "kda_core recurrent": "vllm_kda.recurrent",
         "kda_core chunk": "vllm_kda.chunk",
-        "mla_core": "vllm_mla.flash",
+        "mla_core flash": "vllm_mla.flash",
+        "mla_core absorbed": "vllm_mla.expand",  # what runs last; attention itself ends at o_latent
+        "q_latent": "vllm_mla.absorb",
         "o_latent": "vllm_mla.absorbed",
         "router_weights": "vllm_moe.route",
         "routed": "vllm_moe.experts",

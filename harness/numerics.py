@@ -35,7 +35,11 @@ def policy(device: DeviceChoice, *, tf32: bool = False, reduced_sums: bool = Fal
     wanted = "tf32" if tf32 else "ieee"
     if device.threads:
         torch.set_num_threads(device.threads)
-    matmul.fp32_precision, conv.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = wanted, wanted, reduced_sums
+    matmul.fp32_precision, conv.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = (
+        wanted,
+        wanted,
+        reduced_sums,
+    )
     try:
         yield
     finally:

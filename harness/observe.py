@@ -282,7 +282,11 @@ def _another_function(site: str, rule: Rule, seen: SiteObservation, *, joined: b
         return [f"ran {_list({x.split(':')[0] for x in seen.launches})}, declared impl torch"]
     if rule.impl != "torch" and expected:
         ran = {x.split("/")[0] for x in seen.launches} | {f.split(":")[0] for f in seen.functions}
-        return [] if expected in ran or (joined and not ran) else [f"ran {_list(ran)}, declared {expected} (impl {rule.impl})"]
+        return (
+            []
+            if expected in ran or (joined and not ran)
+            else [f"ran {_list(ran)}, declared {expected} (impl {rule.impl})"]
+        )
     if not expected or (joined and not seen.arithmetic):  # the first of a joined product stands for all
         return []
     dtypes = {f.split(":")[1] for f in seen.functions if f.split(":")[0] == expected}

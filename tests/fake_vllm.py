@@ -4,6 +4,7 @@ What our bindings hand over (layouts, pools with a row that is never touched, bu
 tested without the engine; that its kernels round as said is for the device.
 """
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -62,17 +63,16 @@ def _fused_kda_gate(g, a_log, width, *, g_bias):
 
 
 def _sequences(cu_seqlens):
-    bounds = cu_seqlens.tolist()
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(cu_seqlens.tolist()))
 
 
 def _chunk(*, q, k, v, raw_g, beta, A_log, g_bias, initial_state, cu_seqlens, **_):
     out, states = [], []
     g = _gate(raw_g, A_log, g_bias)
     for n, (a, b) in enumerate(_sequences(cu_seqlens)):
-        part = [x[:, a:b].float() for x in (q, k, v, g, beta)]
-        part[0], part[1] = kda.l2norm(part[0]) * q.shape[-1] ** -0.5, kda.l2norm(part[1])
-        o, s = kda.chunk(*part, initial_state[n : n + 1].transpose(2, 3), chunk_size=64)
+        qn, kn, *rest = (x[:, a:b].float() for x in (q, k, v, g, beta))
+        qn, kn = kda.l2norm(qn) * q.shape[-1] ** -0.5, kda.l2norm(kn)
+        o, s = kda.chunk(qn, kn, rest[0], rest[1], rest[2], initial_state[n : n + 1].transpose(2, 3), chunk_size=64)
         out.append(o)
         states.append(s.transpose(2, 3))
     return torch.cat(out, 1).to(q.dtype), torch.cat(states)
@@ -91,9 +91,9 @@ def _recurrent(*, q, k, v, g, beta, initial_state, cu_seqlens, ssm_state_indices
 
 
 def _taps(window, weight):
-    total = sum(window[:, j : window.shape[1] - weight.shape[1] + 1 + j].float() * weight[:, j : j + 1]
-                for j in range(weight.shape[1]))  # fmt: skip
-    return F.silu(total)
+    length = window.shape[1] - weight.shape[1] + 1
+    terms = [window[:, j : length + j].float() * weight[:, j : j + 1] for j in range(weight.shape[1])]
+    return F.silu(torch.stack(terms).sum(0))
 
 
 def _conv_fn(x, weight, bias, *, conv_states, has_initial_state, cache_indices, query_start_loc, null_block_id, **_):

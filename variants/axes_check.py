@@ -48,7 +48,11 @@ def _sizes(v: Variant) -> Iterator[Refusal]:
     for name, value in at_least_one.items():
         yield value < 1, f"{name}={value}", "it must be at least 1"
     yield v.fused_gate_up and v.fused_projections, "fused_gate_up=true", "fused_projections joins gate and up already"
-    yield v.fused_gate_up and v.batch_invariant, "fused_gate_up=true", "batch_invariant names one order for each product"
+    yield (
+        v.fused_gate_up and v.batch_invariant,
+        "fused_gate_up=true",
+        "batch_invariant names one order for each product",
+    )
     yield v.reduced_sums and v.gemm is not Gemm.bf16, "reduced_sums=true", "it concerns products that give bf16"
     yield v.execution.prefill_piece < 0, f"execution.prefill_piece={v.execution.prefill_piece}", "0 means whole"
     run = v.execution

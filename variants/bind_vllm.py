@@ -38,7 +38,9 @@ def rms_norm(b: Binder, site: str, weight: Tensor, eps: float) -> Callable[[Tens
 
 def gated_rms_norm(b: Binder, weight: Tensor, eps: float) -> Callable[[Tensor, Tensor], Tensor]:
     if eps != vllm_norm.GATED_EPS:
-        raise UsageError(f"impl.norms=vllm: vLLM's o_norm has eps {vllm_norm.GATED_EPS}, the checkpoint {eps}; choose torch")
+        raise UsageError(
+            f"impl.norms=vllm: vLLM's o_norm has eps {vllm_norm.GATED_EPS}, the checkpoint {eps}; choose torch"
+        )
     narrow = weight.to(BF16)
     return lambda o, gate: vllm_norm.gated_rms_norm(o, narrow, gate)
 
@@ -90,6 +92,14 @@ def flash(b: Binder) -> Callable[[Tensor, Tensor, Tensor, Batch], Tensor]:
         return unpacked(o.unsqueeze(0), batch)
 
     return run
+
+
+def absorb(b: Binder) -> Callable[[Tensor, Tensor], Tensor]:
+    return vllm_mla.absorb
+
+
+def expand(b: Binder) -> Callable[[Tensor, Tensor], Tensor]:
+    return vllm_mla.expand
 
 
 def absorbed(b: Binder) -> Callable[[Tensor, Tensor, Batch, State], Tensor]:

@@ -75,7 +75,10 @@ class Binder:
 
     def linears(self, *, fused: bool = False, **names: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """Several products of one operand, site=name; one fused product where the recipe or the caller fuses them."""
-        if not (fused or self.recipe.fused_projections) or len({(self.rule(s).accum, self.rule(s).input) for s in names}) > 1:
+        if (
+            not (fused or self.recipe.fused_projections)
+            or len({(self.rule(s).accum, self.rule(s).input) for s in names}) > 1
+        ):
             each = [self.linear(site, name) for site, name in names.items()]
             return lambda x: tuple(f(x) for f in each)
         rule = self.rule(next(iter(names)))

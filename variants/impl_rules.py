@@ -36,7 +36,7 @@ KDA_FORMS: dict[Impl, tuple[ChunkForm, ...]] = {
     Impl.vllm: (ChunkForm.vllm,),
 }
 GATES = {Impl.triton: ("decay_gate", "beta"), Impl.fla: ("decay_gate",), Impl.vllm: ("decay_gate",)}
-TILED = {impl: (MlaCore.flash, MlaCore.absorbed) for impl in (Impl.triton, Impl.vllm)}
+TILED: dict[Impl, tuple[MlaCore, ...]] = dict.fromkeys((Impl.triton, Impl.vllm), (MlaCore.flash, MlaCore.absorbed))
 
 
 def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:

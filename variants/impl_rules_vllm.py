@@ -36,26 +36,23 @@ def _norms(v: Variant, _: Mapping[str, Rule]) -> Rules:
     return {}
 
 
-def _kda(v: Variant, rules: Mapping[str, Rule]) -> Rules:
+def _kda(v: Variant, _: Mapping[str, Rule]) -> Rules:
     if (v.kda.prefill, v.kda.decode) != (KdaCore.chunk, KdaCore.recurrent):
         _refuse("kda", "it prefills in chunks and decodes step by step; set kda.prefill=chunk and kda.decode=recurrent")
-    return {"beta": replace(rules["beta"], impl="torch", inside="")}
+    return {}
 
 
 def _mla(v: Variant, rules: Mapping[str, Rule]) -> Rules:
     """A prompt over the latent is FLASH_ATTN_MLA's way; TRITON_MLA expands prompts."""
-    if v.mla.decode is not MlaCore.absorbed:
-        _refuse("mla", "it decodes over the latent; set mla.decode=absorbed")
     flash = v.mla.prefill is MlaCore.absorbed
     tile = ("tile_k", KEYS_A_TILE["flash" if flash else "triton"])
     options = (tile, ("kv_splits", 1), *([("flash_attention", 3)] if flash else []))
     out = {
-        f"mla_core.{p}": replace(rules[f"mla_core.{p}"], algorithm="absorbed_tokens", options=options)
+        f"mla_core.{p}": replace(rules[f"mla_core.{p}"], impl="vllm", options=options)
         for p in PHASES
         if getattr(v.mla, p) is MlaCore.absorbed
     }
-    latent = {"q_latent": "bmm_heads", "o_latent": "bmm_tokens"}
-    return out | {key: replace(rules[key], algorithm=name) for key, name in latent.items()}
+    return {**out, "q_latent": replace(rules["q_latent"], impl="vllm")}
 
 
 def _experts(_: Variant, rules: Mapping[str, Rule]) -> Rules:

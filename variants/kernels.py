@@ -15,6 +15,7 @@ as in `Batch`:
   gate's projection where `decay_gate` is, beta before its sigmoid where `beta` is; the slots' states are updated in
   place. gate: (A_log [H, 1], dt_bias [H, K]).
 - flash(b) -> f(q, k, v, batch): keys and values expanded, [B, L, H, .]; the result [B, T, H, V].
+- absorb(b), expand(b) -> f(x, weight): x [B, T, H, N] by each head's weight [H, N, M], into the latent and out of it.
 - absorbed(b) -> f(q_latent, q_pe, batch, state): over the slots' latent; the result o_latent [B, T, H, R].
 - silu_and_mul(b) -> f(gate, up): the product of silu(gate) and up.
 - route(b, bias) -> f(logits): logits [N, E]; chosen ids [N, k] and their float32 weights.
@@ -50,14 +51,26 @@ KERNELS: dict[tuple[str, Impl], str] = {
     ("delta_rule", Impl.fla): f"{FLA}:delta_rule",
     **{
         (operation, Impl.vllm): f"{VLLM}:{operation}"
-        for operation in ("linear", "rms_norm", "gated_rms_norm", "silu_and_mul", "short_conv", "delta_rule", "flash",
-                          "absorbed", "route", "experts")
+        for operation in (
+            "linear",
+            "rms_norm",
+            "gated_rms_norm",
+            "silu_and_mul",
+            "short_conv",
+            "delta_rule",
+            "flash",
+            "absorb",
+            "absorbed",
+            "expand",
+            "route",
+            "experts",
+        )
     },
     ("router", Impl.vllm): f"{VLLM}:linear",
 }
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "kda": ("delta_rule",),
-    "mla": ("flash", "absorbed"),
+    "mla": ("flash", "absorb", "absorbed", "expand"),
     "conv": ("short_conv",),
     "norms": ("rms_norm", "gated_rms_norm"),
     "experts": ("experts",),

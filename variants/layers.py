@@ -206,7 +206,9 @@ class MlaBlock:
         self.round_core = b.at("mla_core", rule.accum)
         self.round_q_latent, self.round_o_latent = b.at("q_latent"), b.at("o_latent")
         self.latent_accum = b.rule("q_latent").accum
-        self.absorb, self.expand_out = (mla.PER_HEAD[b.rule(s).algorithm] for s in ("q_latent", "o_latent"))
+        absorb, expand = b.kernel("absorb", "q_latent"), b.kernel("expand", "mla_core") if latent else None
+        self.absorb = mla.PER_HEAD[b.rule("q_latent").algorithm] if absorb is None else absorb(b)
+        self.expand_out = mla.PER_HEAD[b.rule("o_latent").algorithm] if expand is None else expand(b)
         weight = b.parameter("self_attn.kv_b_proj.weight", "q_latent")
         c = b.config
         self.w_k, self.w_v = weight.view(c.num_heads, -1, c.kv_lora_rank).split([c.qk_nope_head_dim, c.v_head_dim], 1)

@@ -15,7 +15,11 @@ from variants.model_config import ModelConfig
 from variants.sites import rule_key
 
 Place = tuple[str, int]
-NARROW_OPTIONS = ("form", "tf32", "flash_attention")  # of a kernel: how it rounds inside where that is less than float32
+NARROW_OPTIONS = (
+    "form",
+    "tf32",
+    "flash_attention",
+)  # of a kernel: how it rounds inside where that is less than float32
 
 
 @dataclass(frozen=True, kw_only=True)

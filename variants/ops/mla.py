@@ -191,18 +191,6 @@ def per_head_rows(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([per_head(_alone(token), weight) for token in tokens]).view(*x.shape[:3], -1)
 
 
-def per_head_by_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """As `per_head`, one batched product whose result lies head after head: a library's order follows the layout."""
-    return torch.bmm(x.flatten(0, 1).transpose(0, 1), weight).transpose(0, 1).unflatten(0, x.shape[:2])
-
-
-def per_head_by_tokens(x: Tensor, weight: Tensor) -> Tensor:
-    """As `per_head_by_heads`, the result token after token."""
-    out = torch.empty(*x.shape[:-1], weight.shape[-1], dtype=x.dtype, device=x.device)
-    torch.bmm(x.flatten(0, 1).transpose(0, 1), weight, out=out.flatten(0, 1).transpose(0, 1))
-    return out
-
-
 def _latent_run(
     query: Tensor, keys: Tensor, positions: Tensor, scale: float, tile: int, rank: int, at: Hooks
 ) -> tuple[Tensor, Tensor]:
@@ -248,6 +236,6 @@ CORES = {
     "online_f32_rows": rows,
     "flash_rows": rows,
 }
-LATENT_CORES = {"absorbed": absorbed, "absorbed_rows": absorbed_rows, "absorbed_tokens": absorbed}
-PER_HEAD = {"bmm": per_head, "bmm_rows": per_head_rows, "bmm_heads": per_head_by_heads, "bmm_tokens": per_head_by_tokens}
+LATENT_CORES = {"absorbed": absorbed, "absorbed_rows": absorbed_rows}
+PER_HEAD = {"bmm": per_head, "bmm_rows": per_head_rows}
 ISLANDS = ("island_f64", "island_f64_rows")

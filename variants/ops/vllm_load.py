@@ -19,7 +19,7 @@ QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stde
 
 
 def module(name: str) -> ModuleType:
-    """A module of vLLM by its name under the package; raises DeviceError where it cannot be had as the goldens had it."""
+    """A module of vLLM by its name under the package; DeviceError where it cannot be had as the goldens had it."""
     _prepare()
     try:
         return importlib.import_module(f"vllm.{name}")

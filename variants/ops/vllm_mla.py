@@ -54,6 +54,26 @@ def flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, queries: Queries) ->
     )  # fmt: skip
 
 
+def absorb(x: Tensor, weight: Tensor) -> Tensor:
+    """Queries into the latent, a product for each head: x [B, T, H, N] by weight [H, N, R] -> [B, T, H, R].
+
+    The result lies head after head, as vLLM has it: cuBLAS may choose its order of sums by the layout.
+    """
+    return torch.bmm(_by_heads(x), weight).transpose(0, 1).unflatten(0, x.shape[:2])
+
+
+def expand(x: Tensor, weight: Tensor) -> Tensor:
+    """Out of the latent, as `absorb`: x [B, T, H, R] by weight [H, R, V]; the result lies token after token."""
+    out = torch.empty(*x.shape[:-1], weight.shape[-1], dtype=x.dtype, device=x.device)
+    torch.bmm(_by_heads(x), weight, out=out.flatten(0, 1).transpose(0, 1))
+    return out
+
+
+def _by_heads(x: Tensor) -> Tensor:
+    """[B, T, H, N] -> a view [H, B * T, N]."""
+    return x.flatten(0, 1).transpose(0, 1)
+
+
 def absorbed(q: Tensor, q_pe: Tensor, held: Pages, *, scale: float, queries: Queries | None) -> Tensor:
     """Attention over the latent: q bf16 [T, H, R] absorbed, q_pe [T, H, P] -> o_latent [T, H, R].
 
