@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -122,7 +123,7 @@ class _Dispatched(TorchDispatchMode):
             caller = _calling_op()
             if caller:
                 self.functions.add(f"{caller}:{dtype}")
-        return out
+        return _defined(out)
 
     def launched(self, kernel: str, tensors: list[Tensor], settings: str) -> None:
         """A Triton kernel is about to run; what torch's dispatch sees of it is at most its buffers."""
@@ -134,6 +135,13 @@ class _Dispatched(TorchDispatchMode):
         taken = self.arithmetic, self.functions, self.launches
         self.arithmetic, self.functions, self.launches = set(), set(), set()
         return taken
+
+
+def _defined(out: object) -> object:
+    """What an operation returned, fit to go back through torch: a tensor that it left undefined came as None."""
+    if isinstance(out, list) and any(x is None for x in out):
+        return [torch.empty(0) if x is None else x for x in out]
+    return out
 
 
 def _calling_op() -> str | None:

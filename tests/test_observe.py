@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.compose import groups, named_variant
 from harness.implementations import FUNCTIONS, SITE_FUNCTIONS, expected_function
-from harness.observe import Observed, observe
+from harness.observe import Observed, _defined, observe
 from variants.axes import (
     Gemm,
     ImplAxes,
@@ -267,3 +267,14 @@ def test_looking_changes_no_bit() -> None:
     runs = decode.steps(build(BF16, tiny()), [prompt(LENGTH)], 2, lambda _, x: decode.greedy(x))
     plainly = [store_as(r.logits, DType.f32) for r in runs]
     assert all(torch.equal(a[:, 0].float(), b) for a, b in zip(logits, plainly, strict=True))
+
+
+def test_an_undefined_result_goes_back_to_torch() -> None:
+    """A kernel of another library may leave one of its results undefined, which only C++ can hold."""
+    x = torch.ones(2)
+    out = _defined([x, None])
+    assert isinstance(out, list)
+    assert out[0] is x
+    assert out[1].numel() == 0
+    assert _defined([x])[0] is x  # pyright: ignore[reportIndexIssue]
+    assert _defined(x) is x
