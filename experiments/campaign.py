@@ -120,7 +120,10 @@ def _batched(variant: Variant, rows: int) -> Variant:
 def _on_record(config: Settings, flags: Flags, name: str, *, repeats: int = 1) -> int:
     about = announced(config, flags, "campaign") | {"golden": name}
     with Ledger(Path(config.results) / "ledger").begin(about) as row:
-        with policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums), ExitStack() as stack:
+        with (
+            policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums),
+            ExitStack() as stack,
+        ):
             results, forced = _measured(config, row, stack, name=name, repeats=repeats)
         row.add({"teacher_forced": forced} if forced else {"detail": {"repeats": _compared(results)}})
         row.finish(results[-1].record())
