@@ -86,14 +86,14 @@ def test_more_than_was_recorded_is_an_engine_error(asked: int) -> None:
     """Sixteen recorded tokens do not answer for seventeen, nor for none."""
     engine = ReplayEngine(GATE)
     with pytest.raises(EngineError, match="16 were recorded"):
-        engine.generate(engine.prompts, asked)
+        engine.generate(load_golden(GATE).prompts, asked)
 
 
 def test_the_recorded_eos_rule_cannot_be_changed(tmp_path: Path) -> None:
     """Tokens recorded past EOS cannot stop there, and rows that ended cannot go on."""
     engine = ReplayEngine(GATE)
     with pytest.raises(EngineError, match="recorded past EOS"):
-        engine.generate(engine.prompts, 4, stop_at_eos=True)
+        engine.generate(load_golden(GATE).prompts, 4, stop_at_eos=True)
     golden = Golden(
         name="ends",
         prompts=((1, 2),),
@@ -150,9 +150,9 @@ def test_what_holds_no_logprobs_cannot_score() -> None:
     """Another run than run 0 has no logprobs: the info says so and asking raises; k is bounded by the record."""
     engine = ReplayEngine(GATE, run=2)
     assert not engine.info.can_score
-    assert np.isnan(engine.generate(engine.prompts, 3).gaps).all()
+    assert np.isnan(engine.generate(load_golden(GATE).prompts, 3).gaps).all()
     with pytest.raises(EngineError, match="no logprobs"):
-        engine.score(engine.prompts[:1], [[1]])
+        engine.score(load_golden(GATE).prompts[:1], [[1]])
     with pytest.raises(EngineError, match="top 21 asked for, top 20 recorded"):
         ReplayEngine(GATE).score(engine.prompts[:1], [[1]], top_k=21)
 
