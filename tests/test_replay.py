@@ -154,7 +154,7 @@ def test_what_holds_no_logprobs_cannot_score() -> None:
     with pytest.raises(EngineError, match="no logprobs"):
         engine.score(load_golden(GATE).prompts[:1], [[1]])
     with pytest.raises(EngineError, match="top 21 asked for, top 20 recorded"):
-        ReplayEngine(GATE).score(engine.prompts[:1], [[1]], top_k=21)
+        ReplayEngine(GATE).score(load_golden(GATE).prompts[:1], [[1]], top_k=21)
 
 
 def test_a_folder_without_a_candidate_is_not_scored_against_itself(tmp_path: Path) -> None:
