@@ -25,7 +25,7 @@ from harness.overrides import jobs
 from harness.sweep import Place
 from variants.errors import EngineError, UsageError
 
-OWN = ("resume", "gpus")
+OWN = ("resume", "gpus", "floor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,11 @@ class Words:
     hydra: tuple[str, ...]
     resume: bool
     gpus: int
+    floor: float
+
+    @property
+    def searched(self) -> bool:
+        return any(word.startswith("hydra/sweeper=") for word in self.hydra)
 
 
 def split(overrides: Sequence[str]) -> Words:
@@ -48,7 +53,13 @@ def split(overrides: Sequence[str]) -> Words:
         raise UsageError(f"resume={resume}: expected true or false")
     if not gpus.isdigit():
         raise UsageError(f"gpus={gpus}: expected the number of devices that jobs are spread over")
-    return Words(plain=plain, hydra=hydra, resume=resume == "true", gpus=int(gpus))
+    floor = own.get("floor", "0")
+    if not floor.replace(".", "", 1).isdigit():
+        raise UsageError(f"floor={floor}: expected tokens per second")
+    words = Words(plain=plain, hydra=hydra, resume=resume == "true", gpus=int(gpus), floor=float(floor))
+    if (words.floor and not words.searched) or (words.searched and (words.resume or words.gpus)):
+        raise UsageError("floor= is of hydra/sweeper=optuna, which takes neither resume nor gpus")
+    return words
 
 
 def refuse_outside(overrides: Sequence[str]) -> None:
@@ -65,6 +76,8 @@ def refuse_outside(overrides: Sequence[str]) -> None:
 def run(command: Command, line: Line, module: ModuleType, root: type[Config]) -> int:
     """Run a sweep; returns the worst exit code of its jobs, those done before it was resumed too."""
     words = split(line.overrides)
+    if words.searched:
+        return _searched(command, line, module, root, words)
     work = _expand(words.plain)
     configs = [_pinned(load(job, root=root), words.gpus, i) for i, job in enumerate(work)]
     if "config" in line.flags.values:
@@ -79,6 +92,20 @@ def run(command: Command, line: Line, module: ModuleType, root: type[Config]) ->
         swept = swept.resumed()
     with _sigterm_as_interrupt():
         return swept.run(words.hydra)
+
+
+def _searched(command: Command, line: Line, module: ModuleType, root: type[Config], words: Words) -> int:
+    """A sweep whose jobs a sweeper of Hydra's chooses."""
+    from experiments.search import Task, search
+
+    if command.name != "gate":
+        raise UsageError(f"a sweeper needs a score, which gate has and {command.name} has not")
+    results = load([word for word in words.plain if word.startswith("results=")], root=root).results
+    started = sweep.new_id(sweep.identity(command.name, [words.plain]))
+    task = Task(module.__name__, root, line.flags, started, words.floor)
+    told = search(task, words.plain, words.hydra, folder=Path(results).resolve() / "sweeps" / started)
+    module.report(line.flags)
+    return max((one.code for one in told), default=0)
 
 
 def _expand(words: Sequence[str]) -> list[list[str]]:

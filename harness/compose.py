@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,6 +29,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 PLUGINS = ("joblib", "submitit", "ray", "optuna")  # the extras of this project that bring a plugin of Hydra's
 
 C = TypeVar("C", bound=Config)
+P = TypeVar("P", Launcher, Sweeper)
 
 
 def load(words: Sequence[str] = (), *, root: type[C] = Config) -> C:
@@ -69,6 +71,27 @@ def launcher(words: Sequence[str], task: Callable[[Any], Any], *, folder: Path) 
 
     Raises UsageError where its plugin is not installed, or it does not take one of the words.
     """
+    return _plugin(
+        words,
+        folder,
+        lambda context, composed: Plugins.instance().instantiate_launcher(
+            hydra_context=context, task_function=task, config=composed
+        ),
+    )
+
+
+def sweeper(words: Sequence[str], task: Callable[[Any], Any], *, folder: Path) -> Sweeper:
+    """As `launcher`: the sweeper that `hydra/sweeper=NAME` names, with the launcher that runs its jobs."""
+    return _plugin(
+        words,
+        folder,
+        lambda context, composed: Plugins.instance().instantiate_sweeper(
+            hydra_context=context, task_function=task, config=composed
+        ),
+    )
+
+
+def _plugin(words: Sequence[str], folder: Path, make: Callable[[HydraContext, DictConfig], P]) -> P:
     ConfigStore.instance().store(name="schema", node=schema(Config))
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
     where = [f"hydra.sweep.dir={quote(str(folder))}", "hydra.sweep.subdir='${hydra.job.num}'", "hydra.job.name=neartie"]
@@ -84,7 +107,7 @@ def launcher(words: Sequence[str], task: Callable[[Any], Any], *, folder: Path) 
                 with_log_configuration=False,
             )
             context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks())
-            return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=composed)
+            return make(context, composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(f"{one_line(error)}{_missing_plugin(words)}") from error
 
