@@ -188,9 +188,7 @@ def test_another_operation_under_a_declared_name_is_caught(
 
 def test_another_norm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that calls another function of ours in place of its gated norm."""
-    from variants import layers
-
-    monkeypatch.setattr(layers, "gated_rms_norm", lambda x, w, gate, *, eps: norm.rms_norm(x, w, eps) * gate)
+    monkeypatch.setitem(norm.GATED, "sigmoid", lambda x, w, gate, *, eps: norm.rms_norm(x, w, eps) * gate)
     assert any("ran norm.rms_norm:f32, declared norm.gated_rms_norm" in line for line in seen(F32).contradictions)
 
 
@@ -209,6 +207,7 @@ DIFFERENT = {
     "a function": plain(Stream.f32, Gemm.f32, kda=KdaCore.recurrent_gemv),
     "an order of rows": plain(Stream.f32, Gemm.f32, batch_invariant=True),
     "joined projections": replace(F32, fused_projections=True),
+    "fused elementwise": replace(F32, fused_elementwise=True),
     "rows together": replace(F32, execution=replace(F32.execution, batch=2)),
     "pieces": replace(F32, execution=replace(F32.execution, prefill_piece=4)),
 }

@@ -301,6 +301,7 @@ class Variant:
     fused_projections: bool = False
     fused_gate_up: bool = False
     reduced_sums: bool = False
+    fused_elementwise: bool = False  # norms, decay gate, convolution: in as few calls of the library as they have
     weights_by_column: bool = False
     tf32: bool = False
     norm: NormAxes = field(default_factory=NormAxes)

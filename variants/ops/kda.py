@@ -7,26 +7,43 @@ other precision. Dimensions: B batch, T tokens, H heads, K key and V value width
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from variants.ops.norm import constant
 
 SOFTPLUS_LINEAR_ABOVE = 20.0
 L2_EPS = 1e-6
 Hooks = Mapping[str, Callable[[Tensor], Tensor]]
 
 
-def decay_gate(f: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """Log-decay per key channel: -exp(A_log) * softplus(f + dt_bias), always at or below zero.
+def decay_rate(a_log: Tensor) -> Tensor:
+    """-exp(A_log), of any shape: what a head's softplus is multiplied by, the same at every token."""
+    return -torch.exp(a_log)
 
-    f [B, T, H, K]; a_log [H, 1]; dt_bias [H, K], one value a channel. softplus(x) is x above 20.
+
+def decay_gate(f: Tensor, rate: Tensor, dt_bias: Tensor) -> Tensor:
+    """Log-decay per key channel: rate * softplus(f + dt_bias), always at or below zero.
+
+    f [B, T, H, K]; rate [H, 1] (`decay_rate`); dt_bias [H, K], one value a channel. softplus(x) is x above 20.
     """
     x = f + dt_bias
-    soft = torch.where(x > SOFTPLUS_LINEAR_ABOVE, x, torch.log(1.0 + torch.exp(x)))
-    return -torch.exp(a_log) * soft
+    return rate * torch.where(x > SOFTPLUS_LINEAR_ABOVE, x, torch.log(1.0 + torch.exp(x)))
+
+
+def decay_gate_fused(f: Tensor, rate: Tensor, dt_bias: Tensor) -> Tensor:
+    """As `decay_gate` by the library's softplus, which takes log1p and so keeps what a sum with 1 loses."""
+    return rate * F.softplus(f + dt_bias, threshold=SOFTPLUS_LINEAR_ABOVE)
 
 
 def l2norm(x: Tensor, *, eps: float = L2_EPS) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension: eps is inside the root and on the sum, not on the mean."""
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+def l2norm_fused(x: Tensor, *, eps: float = L2_EPS) -> Tensor:
+    """As `l2norm`, multiplied by the reciprocal root."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + constant(eps, x.dtype, x.device))
 
 
 def recurrent(
@@ -37,14 +54,13 @@ def recurrent(
     q, k [B, T, H, K] (q already scaled); v [B, T, H, V]; g [B, T, H, K] log-decay; beta [B, T, H]; state [B, H, K, V].
     Returns o [B, T, H, V] and the new state; both sums over K are elementwise products summed over that dimension.
     """
-    decay = g.exp()
-    out = []
-    for t in range(q.shape[1]):
-        key = k[:, t].unsqueeze(-1)
-        state = state * decay[:, t].unsqueeze(-1)
-        error = (v[:, t] - (state * key).sum(-2)) * beta[:, t].unsqueeze(-1)
-        state = state + key * error.unsqueeze(-2)
-        out.append((state * q[:, t].unsqueeze(-1)).sum(-2))
+    out, product = [], torch.empty_like(state)
+    steps = (x.unsqueeze(-1).unbind(1) for x in (q, k, g.exp(), beta))
+    for query, key, decay, strength, value in zip(*steps, v.unbind(1), strict=True):
+        state = state * decay if not out else state.mul_(decay)  # the first makes a copy; the caller's stays as it is
+        error = (value - torch.mul(state, key, out=product).sum(-2)).mul_(strength)
+        state.add_(torch.mul(key, error.unsqueeze(-2), out=product))
+        out.append(torch.mul(state, query, out=product).sum(-2))
     return torch.stack(out, 1), state
 
 
@@ -60,12 +76,14 @@ def recurrent_gemv(
     overlap = (q * k).sum(-1, keepdim=True)
     flat = state.reshape(-1, *shape[2:])
     out = []
-    for t in range(q.shape[1]):
-        seen = torch.bmm(rows[:, t].reshape(-1, 2, shape[2]), flat).view(*shape[:2], 2, shape[3])
-        error = (v[:, t] - seen[:, :, 0]) * beta[:, t].unsqueeze(-1)
-        out.append(torch.addcmul(seen[:, :, 1], overlap[:, t], error))
-        update = k[:, t].reshape(-1, shape[2], 1), error.reshape(-1, 1, shape[3])
-        flat = torch.addcmul(flat * decay[:, t].reshape(-1, shape[2], 1), *update)
+    steps = (x.unbind(1) for x in (rows, k, v, decay, overlap, beta))
+    for row, key, value, fade, share, strength in zip(*steps, strict=True):
+        seen = torch.bmm(row.reshape(-1, 2, shape[2]), flat).view(*shape[:2], 2, shape[3])
+        predicted, read = seen.unbind(2)
+        error = (value - predicted) * strength.unsqueeze(-1)
+        out.append(torch.addcmul(read, share, error))
+        flat = flat * fade.reshape(-1, shape[2], 1)
+        flat.addcmul_(key.reshape(-1, shape[2], 1), error.reshape(-1, 1, shape[3]))
     return torch.stack(out, 1), flat.view(shape)
 
 
@@ -83,7 +101,8 @@ def chunk(
     at = at or {}
     out = []
     for n in range(q.shape[1]):
-        o, state = _one_chunk(q[:, n], k[:, n], v[:, n], g[:, n], beta[:, n], state, at)
+        real = min(chunk_size, length - n * chunk_size)
+        o, state = _one_chunk(q[:, n], k[:, n], v[:, n], g[:, n], beta[:, n], state, at, real)
         out.append(o)
     return torch.cat(out, 2)[:, :, :length].transpose(1, 2), state
 
@@ -97,24 +116,34 @@ def _chunked(x: Tensor, size: int) -> Tensor:
 
 
 def _one_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, at: Hooks
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, at: Hooks, real: int
 ) -> tuple[Tensor, Tensor]:
-    """One chunk of C tokens: q, k [B, H, C, K], v [B, H, C, V], state [B, H, K, V] -> o [B, H, C, V], state."""
+    """One chunk of C tokens: q, k [B, H, C, K], v [B, H, C, V], state [B, H, K, V] -> o [B, H, C, V], state.
+
+    real: tokens that are not filling; pairs of others are zero and are not computed.
+    """
     total = g.cumsum(-2)
-    pairs = decay_pairs(total)
+    pairs = decay_pairs(total[..., :real, :])
     k_beta, v_beta = k * beta.unsqueeze(-1), v * beta.unsqueeze(-1)
-    inverse = _at(at, "kda_ainv", unit_lower_inverse((k_beta.unsqueeze(-2) * k.unsqueeze(-3) * pairs).sum(-1).tril(-1)))
+    inverse = _at(at, "kda_ainv", unit_lower_inverse(_over_pairs(k_beta, k, pairs).tril(-1), real))
     u = _at(at, "kda_u", inverse @ _at(at, "kda_v_beta", v_beta))
     w = _at(at, "kda_w", inverse @ _at(at, "kda_k_beta", k_beta * total.exp()))
     h = _at(at, "kda_h", state)
     v_new = u - w @ h
     v_seen = _at(at, "kda_v_new", v_new)
     q = _at(at, "kda_q_scaled", q)
-    scores = _at(at, "kda_aqk", (q.unsqueeze(-2) * k.unsqueeze(-3) * pairs).sum(-1).tril())
+    scores = _at(at, "kda_aqk", _over_pairs(q, k, pairs).tril())
     o = _at(at, "kda_qg", q * total.exp()) @ h + scores @ v_seen
     last = total[..., -1:, :]
     kg = _at(at, "kda_kg", k * (last - total).exp())
     return o, state * last.exp().transpose(-1, -2) + kg.transpose(-1, -2) @ v_seen
+
+
+def _over_pairs(a: Tensor, b: Tensor, pairs: Tensor) -> Tensor:
+    """sum over K of a_i b_j pairs_ij for a, b [B, H, C, K], pairs [B, H, n, n, K] -> [B, H, C, C], zero from n on."""
+    size, real = a.shape[-2], pairs.shape[-2]
+    sums = (a[..., :real, :].unsqueeze(-2) * b[..., :real, :].unsqueeze(-3) * pairs).sum(-1)
+    return F.pad(sums, (0, size - real, 0, size - real)) if real < size else sums
 
 
 def chunk_rows(
@@ -133,10 +162,13 @@ def decay_pairs(total: Tensor) -> Tensor:
     return difference.masked_fill(above.unsqueeze(-1), float("-inf")).exp()
 
 
-def unit_lower_inverse(strict: Tensor) -> Tensor:
-    """(I + strict)^-1 for strictly lower triangular [..., C, C], by forward substitution row by row."""
+def unit_lower_inverse(strict: Tensor, real: int | None = None) -> Tensor:
+    """(I + strict)^-1 for strictly lower triangular [..., C, C], by forward substitution row by row.
+
+    real: rows from there on are zero; left out: none is known to be.
+    """
     inverse = -strict
-    for i in range(1, strict.shape[-1]):
+    for i in range(1, strict.shape[-1] if real is None else real):
         row = inverse[..., i, :i].clone()
         inverse[..., i, :i] = row + (row.unsqueeze(-1) * inverse[..., :i, :i]).sum(-2)
     return inverse + torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device)
@@ -146,6 +178,8 @@ def _at(at: Hooks, site: str, x: Tensor) -> Tensor:
     return at[site](x).to(x.dtype) if site in at else x
 
 
+GATES = {"softplus": decay_gate, "softplus_fused": decay_gate_fused}
+L2NORM = {"l2norm": l2norm, "l2norm_fused": l2norm_fused}
 CORES = {
     "island_f64": recurrent,
     "island_f32": recurrent,
