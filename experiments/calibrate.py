@@ -58,6 +58,8 @@ BENIGN = {
         "f32 kda.prefill=recurrent_gemv kda.decode=recurrent_gemv mla.decode=sdpa mla.prefill=sdpa",
         "f32 execution.prefill_piece=5 kda.prefill=recurrent mla.prefill=dense_f32 mla.decode=online_f32",
         "f32 gemm=f32 kda.prefill=chunk kda.chunk_size=8 moe.experts=grouped mla.prefill=sdpa",
+        "f32 kda.prefill=chunk mla.prefill=dense_f32 mla.decode=online_f32",
+        "f32 kda.prefill=chunk kda.chunk_size=32 fused_projections=true mla.prefill=sdpa",
     ),
 }
 

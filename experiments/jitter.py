@@ -55,7 +55,7 @@ class Settings(Config):
 
 def run(config: Settings, flags: Flags) -> int:
     """Measure once and put it on record."""
-    with Ledger(Path(config.results) / "ledger").begin(announced(config, "jitter")) as row:
+    with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "jitter")) as row:
         check_device(config.device)
         with policy(config.device, tf32=config.variant.tf32):
             floor, points = _measured(config, row)

@@ -171,8 +171,9 @@ def test_a_named_correct_variant_is_not_called_out(name: str, shipped: Calibrati
 def test_p_values_are_uniform_for_correct_runs_at_any_size(prompts: int, length: int, shipped: Calibration) -> None:
     """Each calibrated variant, held against the others of its family on batteries of its own prompts.
 
-    Real runs on the shipped checkpoint, from 1 position to 32: p under 5 % in no more runs than chance gives (binomial,
-    1 %; eight batteries of a variant count as two, they share its roundings), and under ENVELOPE_P in at most 1 %.
+    Real runs on the shipped checkpoint, from 1 position to 32: p under 5 % in no more runs than chance gives, and under
+    ENVELOPE_P in no more than the 1 % that it promises (binomial, 1 %; eight batteries of a variant count as two, for
+    they share its roundings).
     """
     random, p = np.random.default_rng(0), []
     at = shipped.lengths.index(length)
@@ -184,8 +185,9 @@ def test_p_values_are_uniform_for_correct_runs_at_any_size(prompts: int, length:
             p.append(outside(mine[rows], correct, draws=1000, seed=n).p.min())
     found = np.array(p)
     few = 2 * len(shipped.benign)
-    assert stats.binomtest(round((found < 0.05).mean() * few), few, 0.05, alternative="greater").pvalue > 0.01
-    assert (found < ENVELOPE_P).mean() <= 0.01
+    for level, share in ((0.05, 0.05), (ENVELOPE_P, 0.01)):
+        hits = round((found < level).mean() * few)
+        assert stats.binomtest(hits, few, share, alternative="greater").pvalue > 0.01
     assert 0.3 < np.median(found) < 0.7
 
 

@@ -166,7 +166,7 @@ def test_each_rounding_point_is_taken_out_once(odd: Casts) -> None:
 
 
 def test_a_point_stands_out_where_it_acts_and_one_that_acts_nowhere_is_said_so(odd: Casts) -> None:
-    """Of a small bf16 stream the residual, a product and the head are told from the floor; the embedding rounds nothing.
+    """Of a small bf16 stream residual, product and head are told from the floor; the embedding rounds nothing.
 
     A floor is of the layer's own jitter: at the share that every point changes, moving products changes less.
     """
@@ -175,7 +175,7 @@ def test_a_point_stands_out_where_it_acts_and_one_that_acts_nowhere_is_said_so(o
     assert all(found[point].separated for point in ("attn_residual", "mlp_residual", "q_proj", "lm_head"))
     assert all(row.p == 1.0 for row in found.values() if not row.exercised)
     assert all(len(row.changed) == 6 and len(row.floors) == 18 for row in found.values())
-    assert np.mean(found["mlp_residual"].changed) > 0.5 > np.mean(found["mlp_residual"].floors)
+    assert np.mean(found["mlp_residual"].changed) > 0.3 > np.mean(found["mlp_residual"].floors)
 
 
 def test_jitter_of_one_layer_leaves_the_others_alone(odd: Casts) -> None:
