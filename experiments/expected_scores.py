@@ -38,7 +38,9 @@ def row(name: str, casts: Casts) -> dict[str, object]:
     found = expected_score(engine.recipe, casts, golden, members=MEMBERS).interval
     made = engine.generate(golden.prompts, golden.tokens.shape[2])
     values = (score(golden, made).matched, f"{found.mean:.1f}", int(found.low), int(found.high))
-    return dict(zip(COLUMNS, (name, *values, golden.tokens[0].size, MEMBERS, golden.hash, casts.checkpoint.sha256)))
+    return dict(
+        zip(COLUMNS, (name, *values, golden.tokens[0].size, MEMBERS, golden.hash, casts.checkpoint.sha256), strict=True)
+    )
 
 
 def main(out: str = OUT) -> None:
