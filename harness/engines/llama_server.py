@@ -149,6 +149,14 @@ class LlamaServerEngine:
             return self
         return self._started(origin.checkpoint, exact, WeightFormat.f32, timeout_s=120.0)
 
+    def arms(self) -> dict[str, LlamaServerEngine]:
+        """Other ways to run the same, which must not matter: four prompts at a time, by a server of its own."""
+        origin = self._origin
+        if origin.checkpoint is None or origin.settings is None or origin.weights is None or self._slots > 1:
+            return {}
+        many = replace(origin.settings, slots=4)
+        return {"4 at a time": self._started(origin.checkpoint, many, origin.weights, timeout_s=120.0)}
+
     def stop(self) -> None:
         """Stop the server if it is ours; it also stops when the engine is no longer used."""
         if self.process is not None:
