@@ -60,6 +60,7 @@ def test_the_gate_scores_it_as_any_engine(engine: LlamaServerEngine) -> None:
     """109 of 128 against vLLM's bf16, as every float32 engine; its steps are timed."""
     result = run_gate(GATE, engine)
     assert result.agreement.matched == 109
+    assert run_gate(load_golden("gate_llama_cpp"), engine, require="strict").met
     assert result.timing.decode_tok_s.steps == 8 * 15
     assert engine.info.model_sha256 == GATE.provenance["model_sha256"]
 

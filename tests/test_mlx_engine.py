@@ -9,6 +9,7 @@ from harness.compose import load, named_variant
 from harness.engines import make_engine
 from harness.engines.local import LocalEngine, shared_casts
 from harness.engines.mlx_engine import MlxEngine
+from harness.gate import part_of, run_gate
 from harness.golden import load_golden
 from variants.errors import InputError, UsageError
 
@@ -35,6 +36,15 @@ def test_every_token_and_logit_is_that_of_our_float32(engine: MlxEngine) -> None
     assert found.logits is not None
     assert right.logits is not None
     assert np.abs(found.logits - right.logits).max() < 4e-5 * np.abs(right.logits).max()
+
+
+def test_float32_of_four_engines_is_one(engine: MlxEngine) -> None:
+    """The goldens of transformers, llama.cpp and MLX hold the same 128 tokens, and our `f32` meets each one's bar."""
+    ours = LocalEngine(shared_casts(SHIPPED, None, "cpu"), named_variant("f32"), name="f32")
+    goldens = [load_golden(f"gate_{name}") for name in ("transformers", "llama_cpp", "mlx")]
+    assert all(np.array_equal(g.tokens[k], goldens[0].tokens[0]) for g in goldens for k in range(3))
+    assert all(run_gate(g, ours, require="strict").met for g in goldens)
+    assert run_gate(part_of(goldens[2], prompts=3), engine, require="strict").met
 
 
 @pytest.mark.parametrize("many", [1, 4])
