@@ -220,6 +220,20 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        name="jitter",
+        summary="a variant's distance to itself with its products moved by 1e-7",
+        module="experiments.jitter",
+        usage="neartie jitter variant=V [golden=G] [rounding_points=true] ...",
+        text=(
+            "The least distance that any implementation of the same roundings can have,\n"
+            "beside V's distance to the golden (where it has logprobs) and to the oracle.\n"
+            "relative=1e-7  how far products are moved, of their rms\n"
+            "rounding_points=true  take each of V's rounding points out alone, and say\n"
+            "  whether that stands out of the floor; jitters=6 of each layer (minutes)"
+        ),
+        example="neartie jitter variant=transformers_mirror rounding_points=true",
+    ),
+    Command(
         name="plan",
         summary="how many prompts and tokens it takes to tell two variants apart",
         module="experiments.plan",
@@ -320,7 +334,7 @@ COMMANDS: tuple[Command, ...] = (
         usage="neartie power [seeds=7] [workers=2] [out=DIR] [--quick]",
         text=(
             "Detection, false alarms and localisation of our instruments and of the rules\n"
-            "in use elsewhere, on the same runs. Half an hour on two cores; cells that are\n"
+            "in use elsewhere, on the same runs. An hour on two cores; cells that are\n"
             "finished stay in out=results/power, so a stopped run goes on where it was."
         ),
         example="neartie power --quick",

@@ -24,6 +24,7 @@ from variants.errors import UsageError
 from variants.model import Model
 from variants.recipe import Recipe, Rule
 from variants.rounding import RoundAt, Step
+from variants.sites import places
 from variants.weights import Casts, Weights
 
 PRODUCTS = ("gemm", "gemm_rows", "gemm_columns", "bmm", "bmm_rows")
@@ -81,17 +82,20 @@ class JitterFloor:
 
 
 class ProductJitter:
-    """Moves every product's result by a uniform amount: `relative` of the rms of its last dimension, either way."""
+    """Moves every product's result by a uniform amount: `relative` of the rms of its last dimension, either way.
 
-    def __init__(self, *, relative: float, seed: int, device: str = "cpu") -> None:
-        self.relative = relative
+    layer: of one layer's products alone, None for all.
+    """
+
+    def __init__(self, *, relative: float, seed: int, device: str = "cpu", layer: int | None = None) -> None:
+        self.relative, self.layer = relative, layer
         self.random = torch.Generator(device=device).manual_seed(seed)
 
     def begin(self, step: Step) -> None:
         return None
 
     def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
-        if rule.algorithm not in PRODUCTS:
+        if rule.algorithm not in PRODUCTS or self.layer not in (None, layer):
             return rounding
 
         def jitter(x: Tensor) -> Tensor:
@@ -170,10 +174,14 @@ def forced_logprobs(candidate: Candidate, casts: Casts, golden: Golden, rows: Se
     return torch.stack([values[head].log_softmax(-1) for values in steps], 1).cpu().numpy()
 
 
-def jittered_candidate(recipe: Recipe, casts: Casts, *, relative: float = RELATIVE, seed: int = 0) -> ModelCandidate:
-    """The variant with its products moved; draws go on from one group of prompts to the next."""
-    probe = ProductJitter(relative=relative, seed=stream(seed, 0), device=casts.device)
+def jittered_candidate(
+    recipe: Recipe, casts: Casts, *, relative: float = RELATIVE, seed: int = 0, layer: int | None = None
+) -> ModelCandidate:
+    """The variant with its products moved, of one layer alone or of all; draws go on from one group to the next."""
+    probe = ProductJitter(relative=relative, seed=stream(seed, 0), device=casts.device, layer=layer)
     moved = jittered(recipe)
+    if layer is not None:
+        moved = recipe.with_places(moved, [p for p in places(casts.checkpoint.config) if p[1] == layer])
 
     def build(seen: LastTokens) -> Model:
         seen.inner = probe

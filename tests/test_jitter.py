@@ -1,20 +1,25 @@
 """The jitter floor: what is moved, what is not, and that a missing rounding point stands out of it."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 
-from experiments.rounding_points import rounding_points_removed, without_one
+from experiments.cli import main
 from harness.calibration import of_recipe
 from harness.compose import named_variant
 from harness.engines.assets import checkpoint_folder
 from harness.engines.local import shared_casts
 from harness.engines.logits import log_softmax
+from harness.forced_errors import Battery
+from harness.forced_values import layer_places
 from harness.gate import part_of
 from harness.golden import Golden, load_golden
 from harness.jitter import Distance, distance, forced_logprobs, jitter_floor, jittered, jittered_candidate
+from harness.rounding_points import rounding_points, without_one
 from variants.axes import Gemm, NormAxes, NormRounding, NormVariance, Store, Stream
 from variants.dtypes import DType
 from variants.errors import UsageError
@@ -23,6 +28,9 @@ from variants.weights import Casts
 
 ODD = tiny.ODD
 BF16 = resolve(tiny.plain(Stream.bf16, Gemm.bf16, norm=NormAxes(variance=NormVariance.stored), logits=Store.bf16), ODD)
+SHORT = Battery(
+    prompts=[tiny.prompt(3 + n) for n in range(6)], continuations=[tiny.prompt(2, seed=n) for n in range(6)]
+)
 F32 = resolve(tiny.plain(Stream.f32, Gemm.f32), ODD)
 
 
@@ -142,7 +150,7 @@ def test_each_rounding_point_is_taken_out_once(odd: Casts) -> None:
         Stream.bf16, Gemm.bf16, norm=NormAxes(variance=NormVariance.stored, rounding=NormRounding.twice)
     )
     recipe = resolve(variant, ODD)
-    cases = dict(without_one(recipe))
+    cases = {point: changed for point, _, changed in without_one(recipe)}
     assert {"q_proj", "attn_residual", "input_norm", "input_norm (before the weight)"} <= cases.keys()
     assert not {"attn_in", "decay_gate", "kda_state"} & cases.keys()
     for point, changed in cases.items():
@@ -154,35 +162,56 @@ def test_each_rounding_point_is_taken_out_once(odd: Casts) -> None:
     assert (gone.output, gone.storage, gone.accum) == (DType.f32, DType.f32, DType.f32)
     assert cases["q_proj"].rules["q_proj"].accum is DType.f32
     with pytest.raises(UsageError, match="rounds nowhere"):
-        rounding_points_removed(F32, odd, part_of(load_golden("gate"), prompts=1, tokens=1), np.zeros((1, 1, 67)))
+        rounding_points(F32, odd, SHORT)
+
+
+def test_a_point_stands_out_where_it_acts_and_one_that_acts_nowhere_is_said_so(odd: Casts) -> None:
+    """Of a small bf16 stream residual, product and head are told from the floor; the embedding rounds nothing.
+
+    A floor is of the layer's own jitter: at the share that every point changes, moving products changes less.
+    """
+    found = {row.point: row for row in rounding_points(BF16, odd, SHORT, seeds=3)}
+    assert not found["embed"].exercised
+    assert all(found[point].separated for point in ("attn_residual", "mlp_residual", "q_proj", "lm_head"))
+    assert all(row.p == 1.0 for row in found.values() if not row.exercised)
+    assert all(len(row.changed) == 6 and len(row.floors) == 18 for row in found.values())
+    assert np.mean(found["mlp_residual"].changed) > 0.3 > np.mean(found["mlp_residual"].floors)
+
+
+def test_jitter_of_one_layer_leaves_the_others_alone(odd: Casts) -> None:
+    """With the last layer's products moved alone, layers before it keep their bits and the last does not."""
+    places = layer_places(ODD)
+    own = next(of_recipe(F32, odd).values(SHORT.prompts, SHORT.continuations, places))
+    moved = next(jittered_candidate(F32, odd, layer=2).values(SHORT.prompts, SHORT.continuations, places))
+    assert [bool((own[p] == moved[p]).all()) for p in places] == [True, True, False, False]
+
+
+def test_the_command_prints_floor_oracle_and_golden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three distances side by side and the points, and a row in the ledger; what has no effect is refused with 2."""
+    words = ["jitter", "variant=bf16_stream", "limit=2", "max_tokens=2", f"results={tmp_path}", "device.threads=1"]
+    monkeypatch.setattr("harness.rounding_points.without_one", lambda r: list(without_one(r))[-2:])
+    assert main([*words, "rounding_points=true", "jitters=3"]) == 0
+    out = capsys.readouterr().out
+    assert all(line in out for line in ("itself, products moved", "float64 oracle", "golden gate"))
+    assert "points that act here stand out of the floor" in out
+    (row,) = (tmp_path / "ledger").glob("*.json")
+    assert json.loads(row.read_text())["detail"]["jitter"]["floor"]["ratio"] > 0
+    assert main([*words, "jitters=3"]) == 2
+    assert main([*words, "relative=0"]) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_missing_rounding_point_stands_out_where_all_others_match() -> None:
-    """The mirror of transformers bf16 equals it bit for bit; with a point missing it is at or over the jitter floor.
+def test_each_rounding_point_of_the_mirror_that_acts_is_told_from_the_floor(shipped: Casts) -> None:
+    """Every rounding point of transformers_mirror, removed alone: of those that change a bit all are separated.
 
-    On gate, teacher-forced, all 128 positions: every point that changes a bit moves some logprob, those in the stream
-    (residual, norms, convolution, decay gate's operand) by more than any of five floors, and the points that are not
-    their reader's own change nothing.
+    That the mirror equals the library bit for bit is held by tests/test_transformers_agreement.py.
     """
-    from harness.engines.transformers_engine import TransformersEngine
-
-    folder, golden = str(checkpoint_folder("kimi-linear-12m")), load_golden("gate")
-    casts = shared_casts(folder, None, "cpu")
-    engine = TransformersEngine.load(folder, dtype="bf16")
-    forced = [[int(t) for t in row] for row in golden.tokens[0]]
-    scored = engine.score(golden.prompts, forced, full_logits=True)
-    assert scored.logits is not None
-    theirs = np.array([[log_softmax(row) for row in rows] for rows in scored.logits])
-    recipe = resolve(named_variant("transformers_mirror"), casts.checkpoint.config)
-    found = rounding_points_removed(recipe, casts, golden, theirs)
-    assert found.mirror.engine.rms == pytest.approx(0.0, abs=1e-12)  # log-softmax of the same logits, summed elsewhere
-    by_point = {row.point: row for row in found.removed}
-    floor = max(f.median for f in found.floors)
-    for point in ("attn_residual", "mlp_residual", "post_attn_norm", "short_conv", "f_b_proj", "kda_core", "b_proj"):
-        assert by_point[point].engine.median > floor, point
-        assert by_point[point].p < 0.05, point
-    assert all(row.engine.rms > 1e-4 for row in found.removed if row.changed)
-    assert not by_point["embed"].changed
-    assert all(row.engine.rms == pytest.approx(0.0, abs=1e-12) for row in found.removed if not row.changed)
+    recipe = resolve(named_variant("transformers_mirror"), shipped.checkpoint.config)
+    found = rounding_points(recipe, shipped, Battery.of(load_golden("gate")).part(range(8), 2))
+    by_point = {row.point: row for row in found}
+    assert sum(row.exercised for row in found) >= 30
+    assert [row.point for row in found if row.exercised and not row.separated] == []
+    assert not any(by_point[p].exercised for p in ("embed", "q_proj", "o_norm", "mlp_act"))
