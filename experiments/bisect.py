@@ -8,7 +8,7 @@ from experiments.bisect_text import shares_text, token_text
 from experiments.gate import announced
 from experiments.words import Flags
 from harness import strict_json
-from harness.axis_sets import Allowed, differing_axes, mixed_variant
+from harness.axis_sets import Allowed, differing_axes, mixed_variant, several_axes
 from harness.compose import named_variant
 from harness.config import Config, EngineKind
 from harness.engines.local import LocalEngine
@@ -89,13 +89,16 @@ def run(config: Settings, flags: Flags) -> int:
         config = replace(config, a=None, variant=named_variant(config.a), label=config.a)
     with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "bisect")) as row:
         document, reason, place = (_shares if config.shares else _token)(config, other, row)
-        document = {"a": config.label, "b": other, **document}
+        several = several_axes(config.variant, named_variant(other))
+        document = {"a": config.label, "b": other, "several": several, **document}
         site, layer = place if place else (None, None)
         row.finish({"verdict": {"reason": reason, "site": site, "layer": layer}, "detail": {"bisect": document}})
     if flags.json:
         print(strict_json.dumps(strict_json.encode({"run_id": row.run_id, **document})[0]).decode(), end="")
     else:
         print((shares_text if config.shares else token_text)(document))
+        if several:
+            print(several)
     return 0
 
 

@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from experiments.words import Flags
+from harness.axis_sets import several_axes
 from harness.compose import named_variant
 from harness.config import Config, EngineKind
 from harness.engines.assets import checkpoint_folder
@@ -45,7 +46,16 @@ def _document(config: Settings, recipe: Recipe, other: Recipe | None) -> dict[st
     document = {"variant": config.label, "hash": recipe.hash, "recipe": recipe.as_dict()}
     if other is None:
         return document
-    return document | {"against": config.against, "against_hash": other.hash, "difference": difference(recipe, other)}
+    return document | {
+        "against": config.against,
+        "against_hash": other.hash,
+        "several": _several(config),
+        "difference": difference(recipe, other),
+    }
+
+
+def _several(config: Settings) -> str | None:
+    return None if config.against is None else several_axes(config.variant, named_variant(config.against))
 
 
 def _recipe_text(label: str, recipe: Recipe) -> str:
@@ -71,7 +81,9 @@ def _difference_text(config: Settings, recipe: Recipe, other: Recipe) -> str:
     rows = [[row["site"], row["field"], row["a"], row["b"]] for row in difference(recipe, other)]
     if not rows:
         return f"{names}: the same arm; they resolve to one recipe"
-    return "\n".join([names, "", text_table(("site", "field", config.label, str(config.against)), rows)])
+    several = _several(config)
+    head = [names, *([several] if several else []), ""]
+    return "\n".join([*head, text_table(("site", "field", config.label, str(config.against)), rows)])
 
 
 if __name__ == "__main__":

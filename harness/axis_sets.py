@@ -25,6 +25,15 @@ def differing_axes(a: Variant, b: Variant) -> tuple[str, ...]:
     return tuple(dict.fromkeys(JOINED.get(path, path) for path, x, y in _leaves(a, b) if x != y))
 
 
+def several_axes(a: Variant, b: Variant) -> str | None:
+    """A line for two variants that differ in more than one axis: what is seen between them has no single cause."""
+    axes = differing_axes(a, b)
+    if len(axes) < 2:
+        return None
+    named = ", ".join(axes[:6]) + (f" and {len(axes) - 6} more" if len(axes) > 6 else "")
+    return f"not single-variable: {len(axes)} axes differ ({named})"
+
+
 def mixed_variant(a: Variant, b: Variant, axes: Collection[str]) -> Variant:
     """`a` with the given axes as `b` has them; raises UsageError where `variants.axes` refuses the combination."""
     changes: dict[str, dict[str, object]] = {}

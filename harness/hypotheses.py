@@ -4,14 +4,21 @@ Local replay holds a run against a meaning. A hypothesis is another meaning at o
 when it was loaded, another eps, or the arithmetic that a named variant has there. The run's values are the same for all
 of them, so the run is made once, over the one prompt where the excess was worst, and every meaning walks beside it: a
 few tokens of one prompt for each of at most `MOST` hypotheses.
+
+A change may fit by chance. It explains only where it leaves at most a tenth of the squared error, and where a change
+without any relation to the error would leave so little with a probability under `CHANCE` for all that were tried.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from scipy import special
+
+from harness.forced_errors import Battery
 from harness.inspect import Arm, exact_recipe, model_under
 from harness.local_replay import LocalReplay, Meaning, replays
 from harness.op_error import OpError
+from harness.signature import rows_hint
 from harness.verdict import Finding
 from variants.dtypes import DType, dtype_of
 from variants.model import PHASES, Model
@@ -24,6 +31,8 @@ from variants.weights import Casts
 MOST = 8
 TOKENS = 4  # forced at least; more where the worst position lies later
 LEFT = 0.1  # share of the squared error that may be left for a change to have explained it
+CHANCE = 1e-3  # of a fit without any relation, for all changes that were tried together
+ALIKE = 2.0  # changes that leave up to so many times the least explain alike, and the plainest is told
 # Where each parameter is first used.
 USED = {"A_log": "decay_gate", "dt_bias": "decay_gate", "e_score_correction_bias": "router_ids"}
 L2_TEXT = "eps {:.0e}, the config's, in the L2 norm, where 1e-06 is meant"
@@ -55,27 +64,50 @@ class Subject:
 
 
 def explain(finding: Finding, subject: Subject) -> str | None:
-    """The first change that takes away a local replay's excess, as "explained by ..."; None where none does.
+    """What takes away a local replay's excess, as "explained by ...", or which rows it stays with; None for neither.
 
-    A change explains where the place is in excess without it and not with it, and at most a tenth of the squared error
-    is left. Findings of other instruments have no such test and give None.
+    Findings of other instruments have no such test and give None.
     """
     arm = subject.arms.get(finding.rung)
     if arm is None or finding.site is None or finding.layer is None:
         return None
     place = (finding.site, finding.layer)
     tried = hypotheses(place, arm, subject)
-    if not tried:
-        return None
-    before, *after = _errors(place, finding.worst_at, arm, subject.casts, tried)
-    if before is None or not before.in_excess:
-        return None
-    found = (h for h, e in zip(tried, after, strict=True) if e is not None and _explains(before, e))
-    return next((f"explained by {h.text}" for h in found), None)
+    if tried:
+        before, *after = _errors(place, finding.worst_at, arm, subject.casts, tried)
+        if found := best(before, list(zip(tried, after, strict=True))):
+            return f"explained by {found.text}"
+    return finding.rows if finding.rows and stays_with_row(place, finding.rows, arm, subject.casts) else None
 
 
-def _explains(before: OpError, after: OpError) -> bool:
-    return not after.in_excess and after.error2 <= LEFT * before.error2
+def best(before: OpError | None, tried: Sequence[tuple[Hypothesis, OpError | None]]) -> Hypothesis | None:
+    """The change that explains an error, None where none does; the plainest of those that leave about as little."""
+    if before is None or not before.in_excess or before.non_finite:
+        return None
+    left = [(h, e.error2 / before.error2) for h, e in tried if e is not None and not e.in_excess]
+    fits = [(h, x) for h, x in left if x <= LEFT and by_chance(x, before.positions) * len(tried) < CHANCE]
+    least = min((x for _, x in fits), default=0.0)
+    return next((h for h, x in fits if x <= ALIKE * least), None)
+
+
+def by_chance(left: float, positions: int) -> float:
+    """Probability that a change without any relation to an error leaves no more than a share of its square.
+
+    The square of the correlation of two vectors with as many independent entries as there are positions.
+    """
+    return float(special.betaincc(0.5, max(positions - 1, 1) / 2, 1 - left)) if left < 1 else 1.0
+
+
+def stays_with_row(place: Place, told: str, arm: Arm, casts: Casts) -> bool:
+    """Whether the rows in excess look the same when the prompts run in the opposite order: then it is the slot."""
+    if not arm.together:
+        return False
+    rows = list(range(len(arm.battery.prompts)))
+    for order in (rows, rows[::-1]):
+        battery = arm.battery.part(order, TOKENS)
+        if _rows_of(_held(place, arm, casts, battery, ())[0]) != {told}:
+            return False
+    return True
 
 
 def hypotheses(place: Place, arm: Arm, subject: Subject) -> list[Hypothesis]:
@@ -188,19 +220,22 @@ def _errors(
     place: Place, worst_at: tuple[int, int], arm: Arm, casts: Casts, tried: Sequence[Hypothesis]
 ) -> list[OpError | None]:
     """The place's error as declared, then under each hypothesis, over the prompt with the worst position."""
+    row = max(worst_at[0], 0)
+    prompt = arm.battery.prompts[row]
+    battery = arm.battery.part([row], max(TOKENS, worst_at[1] - len(prompt) + 2))
+    return [_joined(replay) for replay in _held(place, arm, casts, battery, tried)]
+
+
+def _held(place: Place, arm: Arm, casts: Casts, battery: Battery, tried: Sequence[Hypothesis]) -> list[LocalReplay]:
+    """Local replay of one place over a battery, as declared and then under each hypothesis."""
 
     def only(site: str, layer: int) -> bool:
         return (site, layer) == place
 
-    row = max(worst_at[0], 0)
-    prompt = arm.battery.prompts[row]
-    tokens = max(TOKENS, worst_at[1] - len(prompt) + 2)
-    battery = arm.battery.part([row], tokens)
     plain = exact_recipe(casts.checkpoint.config, arm.recipe, arm.recipe.semantics)
     meanings = [Meaning(_maker(casts, plain), arm.recipe, only)]
     meanings += [Meaning(_maker(casts, h.exact), h.recipe, only) for h in tried]
-    found = replays(lambda tap: arm.make(battery, tap), meanings, battery.prompts, battery.continuations)
-    return [_joined(replay) for replay in found]
+    return replays(lambda tap: arm.make(battery, tap), meanings, battery.prompts, battery.continuations)
 
 
 def _maker(casts: Casts, recipe: Recipe) -> Callable[[Probe], Model]:
@@ -213,3 +248,8 @@ def _joined(replay: LocalReplay) -> OpError | None:
     for error in replay.errors.values():
         joined.include(error, 0)
     return joined if replay.errors else None
+
+
+def _rows_of(replay: LocalReplay) -> set[str | None]:
+    """What the rows of a place look like, in each phase that is in excess."""
+    return {rows_hint(error) for error in replay.errors.values() if error.in_excess}

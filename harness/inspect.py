@@ -32,13 +32,15 @@ class Arm:
     """One way in which an engine ran under local replay.
 
     make(battery, tap): steps it over forced prompts (a library over one). recipe: what bounds it. battery: what was
-    inspected. precision: to which its formats were raised, None as run.
+    inspected. precision: to which its formats were raised, None as run. together: whether prompts run as rows of one
+    batch.
     """
 
     make: Callable[[Battery, Tap], Stepper]
     recipe: Recipe
     battery: Battery
     precision: DType | None = None
+    together: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,8 @@ def inspect_library(engine: TransformersEngine, casts: Casts, declared: Recipe, 
     wide, at = engine.at_precision("f32"), declared.at_precision(DType.f32)
 
     def arm(runs: TransformersEngine, recipe: Recipe, precision: DType | None) -> Arm:
-        return Arm(make=lambda b, tap: _one_prompt(runs, b, tap), recipe=recipe, battery=small, precision=precision)
+        make = lambda b, tap: _one_prompt(runs, b, tap)  # noqa: E731
+        return Arm(make=make, recipe=recipe, battery=small, precision=precision, together=False)
 
     arms = {"as run": arm(engine, declared, None)}
     if wide is not engine:

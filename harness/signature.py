@@ -18,7 +18,7 @@ def hints(key: Key, error: OpError, *, recipe: Recipe, config: ModelConfig) -> l
         _not_finite(error),
         _undeclared_rounding(key, error, recipe),
         _position_zero_exact(key, error),
-        _on_a_grid(key, error, recipe) or _few_rows(error),
+        _on_a_grid(key, error, recipe),
         _scale(error, config),
         _share(error),
     ]
@@ -60,8 +60,12 @@ def _on_a_grid(key: Key, error: OpError, recipe: Recipe) -> str | None:
     return None
 
 
-def _few_rows(error: OpError) -> str | None:
-    """Rows that run together and are not all wrong: told only where there were others to be right."""
+def rows_hint(error: OpError) -> str | None:
+    """Rows that run together and are not all wrong: what that looks like, where there were others to be right.
+
+    A prompt may be the only one that shows a fault, so it is only told once another order of rows has shown the same
+    (`harness.hypotheses`).
+    """
     if not error.rows or error.rows == error.seen:
         return None
     if error.rows == {0}:

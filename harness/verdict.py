@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from harness.agreement import Agreement
 from harness.divergence import Cause, Divergence
+from harness.golden_data import ENDED
 from harness.ladder import Ladder
 from harness.local_replay import Key, LocalReplay
-from harness.signature import hints
+from harness.signature import hints, rows_hint
 from variants.model_config import ModelConfig
 from variants.recipe import Recipe
 
+EOS_RULE = "EOS rule"
 OUTER = ("envelope", "expected_score")  # instruments whose finding is a matter of probability
 
 
@@ -34,7 +37,8 @@ class Finding:
     """Where something is wrong by one instrument.
 
     site and layer are None where the instrument cannot tell. rung: under which local replay found it ("as run", or a
-    precision); worst_at: the (row, position) that is farthest off among what was inspected, -1 for unknown.
+    precision); worst_at: the (row, position) that is farthest off among what was inspected, -1 for unknown. rows: what
+    the rows in excess look like, printed once it was seen that this stays with the row and not with its prompt.
     """
 
     instrument: str
@@ -43,6 +47,7 @@ class Finding:
     layer: int | None = None
     rung: str = ""
     worst_at: tuple[int, int] = (-1, -1)
+    rows: str = ""
 
 
 class Told(Protocol):
@@ -109,6 +114,7 @@ def _replay_finding(key: Key, replay: LocalReplay, recipe: Recipe, config: Model
         layer=key[1],
         rung=rung,
         worst_at=error.worst_at,
+        rows=rows_hint(error) or "",
     )
 
 
@@ -120,6 +126,23 @@ def non_finite_findings(replays: Mapping[str, LocalReplay]) -> list[Finding]:
                 reason = f"first made at layer {layer} {site}"
                 return [Finding(instrument="local_replay", reason=reason, site=site, layer=layer, rung=rung)]
     return []
+
+
+def end_findings(agreement: Agreement) -> list[Finding]:
+    """Where candidate and golden agree up to a token after which just one of them ends: at most one, with a count.
+
+    The tokens are the same, so no rounding made the difference: the two follow another rule for the end of a sequence.
+    """
+    ends = [d for d in agreement.first_divergence if d.kind == "ended"]
+    if not ends:
+        return []
+    d, more = ends[0], f" ({len(ends)} prompts)" if len(ends) > 1 else ""
+    ended, goes_on = ("golden", "candidate") if d.golden_id == ENDED else ("candidate", "golden")
+    reason = (
+        f"{EOS_RULE}: at p{d.prompt}[{d.position}] the {ended} has ended and the {goes_on} goes on after the same "
+        f"tokens{more}: input mismatch, not rounding; give both the same end-of-sequence ids"
+    )
+    return [Finding(instrument=EOS_RULE, reason=reason)]
 
 
 def ladder_findings(ladder: Ladder) -> list[Finding]:
@@ -161,7 +184,8 @@ def conclude(
     elif findings:
         first = inside[0] if inside else findings[0]
         sure = "low" if all(f.instrument in OUTER for f in findings) else "high"
-        return Verdict(run_class=RunClass.defect, reason=f"{first.reason}: defect", site=first.site, layer=first.layer,
+        reason = first.reason if first.instrument == EOS_RULE else f"{first.reason}: defect"
+        return Verdict(run_class=RunClass.defect, reason=reason, site=first.site, layer=first.layer,
                        confidence=sure, **common)  # fmt: skip  # pyright: ignore[reportArgumentType]
     unexplained = [d for d in divergences if d.cause in blamed]
     if unexplained:

@@ -19,7 +19,7 @@ from harness.engines.protocol import Generation
 from harness.gaps import cannot_discriminate
 from harness.golden_data import ENDED, Golden
 from harness.significance import upper_t
-from harness.verdict import RunClass, Verdict
+from harness.verdict import RunClass, Verdict, end_findings
 
 ALPHA = 1e-3  # family-wise, over the divergences
 FEWEST_PLACES = 8
@@ -102,6 +102,7 @@ def judge_tokens(golden: Golden, generation: Generation, agreement: Agreement, *
         run_class=run_class,
         reason=reason,
         confidence="high" if run_class in (RunClass.passed, RunClass.invalid) else "low",
+        findings=tuple(end_findings(agreement)),
         divergences=tuple(seen),
         instruments=("tokens",),
         figures=figures,
@@ -190,6 +191,8 @@ def _class(golden: Golden, agreement: Agreement, seen: Sequence[SeenDivergence],
     if agreement.bar_met or agreement.matched == agreement.total:
         once = "" if agreement.bar_met else " (K = 1: the reference was not held against itself)"
         return RunClass.passed, f"{agreement.matched}/{agreement.total}: the tokens agree{once}"
+    if ends := end_findings(agreement):
+        return RunClass.defect, ends[0].reason
     if weak := cannot_discriminate(golden, noise.sigma):
         return RunClass.invalid, weak
     bad = [d for d in seen if d.cause is Cause.suspect]
@@ -198,8 +201,7 @@ def _class(golden: Golden, agreement: Agreement, seen: Sequence[SeenDivergence],
         more = "a change of routing or a defect, which tokens alone do not tell apart"
         return RunClass.suspect, f"{worst.reason}; noise {noise.said}: {more}"
     unknown = [d for d in seen if d.cause is None]
-    if unknown or not seen:
-        why = unknown[0].reason if unknown else "a row ended where the other went on"
-        return RunClass.invalid, f"cannot be told from tokens alone: {why}"
+    if unknown:
+        return RunClass.invalid, f"cannot be told from tokens alone: {unknown[0].reason}"
     worst = min(seen, key=lambda d: 1.0 if d.p is None else d.p)
     return RunClass.rounding, f"all {len(seen)} first divergences are within noise ({noise.said}); {worst.reason}"

@@ -328,7 +328,7 @@ def test_doctor_finds_a_sound_checkout(tmp_path: Path, capsys: Captured) -> None
     """Here all that is needed is installed and the shipped files are whole."""
     assert main(["doctor", f"results={tmp_path}", "--json"]) == 0
     found = {entry["what"]: entry["found"] for entry in json.loads(capsys.readouterr().out)}
-    assert found["assets"] == "11 files whole"
+    assert found["assets"] == "19 files whole"
 
 
 def test_doctor_finds_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

@@ -10,17 +10,21 @@ from instruments import CARRIER, battery, engine, faulty, findings, planted, rep
 from torch import Tensor
 
 from experiments.verdict import Settings
+from harness.agreement import Agreement, PromptAgreement
+from harness.agreement import Divergence as GateDivergence
 from harness.config import EngineChoice, EngineKind
 from harness.divergence import Cause, Divergence, Side
 from harness.engines.local import LocalEngine
 from harness.gate import part_of, run_gate
 from harness.golden import load_golden
-from harness.hypotheses import Subject, explain, hypotheses
-from harness.inspect import Arm, model_stepper, sample
+from harness.golden_data import Bar
+from harness.hypotheses import Hypothesis, Subject, best, by_chance, explain, hypotheses
+from harness.inspect import Arm, make_oracle, model_stepper, sample
+from harness.local_replay import local_replay
 from harness.op_error import OpError
-from harness.probes import Tap
+from harness.probes import Tap, chain
 from harness.signature import hints
-from harness.verdict import Finding, RunClass, Verdict, conclude
+from harness.verdict import Finding, RunClass, Verdict, conclude, end_findings
 from harness.verdict_run import Question, judge_run
 from variants import defects
 from variants.axes import Execution
@@ -29,8 +33,8 @@ from variants.defects_kinds import Severity
 from variants.errors import UsageError
 from variants.model import Model
 from variants.ops import kda, mla
-from variants.recipe import Recipe, Semantics
-from variants.rounding import Probe
+from variants.recipe import Recipe, Rule, Semantics
+from variants.rounding import Probe, RoundAt, Step
 from variants.weights import Patch
 
 HEAVY, MEDIUM, LIGHT = Severity.heavy, Severity.medium, Severity.light
@@ -150,15 +154,70 @@ def test_a_state_that_a_piece_forgets_is_told_by_the_piece() -> None:
     assert "first bad position 8, a multiple of the prefill piece 8" in told("state_reset", HEAVY, recipe)
 
 
-def test_rows_of_a_batch_tell_a_slot_from_an_index() -> None:
-    """P12: only slot 0 is wrong. P11: every row but the first is."""
-    assert "only row 0 (slot 0) is wrong" in told("slot_state_leaks", LIGHT, rows=(0, 2))
-    assert "row 0 is right, every later row is wrong" in told("slot_snapshot_of_neighbour", LIGHT, rows=(0, 2))
+def rows_told(make: Callable[[Recipe, Tap], Model], site: str, layer: int, rows: tuple[int, ...]) -> str | None:
+    """What is said of the rows in excess, once the prompts have changed places."""
+    over, recipe = battery(rows, 5), engine().recipe
+    arm = Arm(make=lambda b, tap: model_stepper(make(recipe, tap), b), recipe=recipe, battery=over)
+    held = local_replay(
+        lambda tap: arm.make(over, tap), make_oracle(shipped(), recipe), recipe, over.prompts, over.continuations
+    )
+    first = next(f for f in findings(held) if (f.site, f.layer) == (site, layer))
+    told = replace(first, rung="as run")
+    return explain(told, Subject(casts=shipped(), arms={"as run": arm}, named={}))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("slot_state_leaks", "only row 0 (slot 0) is wrong"),  # P12
+        ("slot_snapshot_of_neighbour", "row 0 is right, every later row is wrong"),  # P11
+    ],
+)
+def test_rows_of_a_batch_tell_a_slot_from_an_index(name: str, hint: str) -> None:
+    """Only slot 0 is wrong, or every row but the first, and it is so in the opposite order of prompts too."""
+    p = planted(name, LIGHT)
+    said = rows_told(lambda at, tap: faulty(p, at, tap), p.defect.site, p.layers[0], (0, 2, 4))
+    assert said is not None
+    assert hint in said
+
+
+def test_a_fault_that_goes_with_its_prompt_is_not_told_of_a_row() -> None:
+    """One prompt alone is wrong and it is row 0: with the prompts in another order it is not, and nothing is said."""
+    first = battery((0,), 5).prompts[0][0]
+
+    def wrong(at: Recipe, tap: Tap) -> Model:
+        return faulty(None, at, chain([Spoiled(first), tap]))
+
+    assert rows_told(wrong, "beta", 4, (0, 2, 4)) is None
+
+
+class Spoiled:
+    """Halves beta of layer 4 in the row that begins with a token; that row is known by its embedding."""
+
+    def __init__(self, token: int) -> None:
+        self.mark = shipped().checkpoint.tensors["model.embed_tokens.weight"][token].double()
+        self.rows: Tensor | None = None
+
+    def begin(self, step: Step) -> None:
+        if step.phase == "prefill":
+            self.rows = None
+
+    def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
+        def see(x: Tensor) -> Tensor:
+            self.rows = (x[:, 0].double() == self.mark).all(-1) if self.rows is None else self.rows
+            return x if rounding is None else rounding(x)
+
+        def spoil(x: Tensor) -> Tensor:
+            y = x if rounding is None else rounding(x)
+            assert self.rows is not None
+            return torch.where(self.rows.view(-1, *[1] * (y.ndim - 1)), y / 2, y)
+
+        return see if site == "embed" else spoil if (site, layer) == ("beta", 4) else rounding
 
 
 def test_a_battery_of_one_row_says_nothing_of_rows() -> None:
     """With one row that is wrong there is no other to be right."""
-    assert "row 0" not in told("beta_doubled", HEAVY)
+    assert not findings(replay(planted("beta_doubled", HEAVY), over=LONG))[0].rows
 
 
 def error(**changes: object) -> OpError:
@@ -256,6 +315,31 @@ def test_only_what_local_replay_found_is_explained() -> None:
     assert explain(found_at("decay_gate", 4), made) is None
 
 
+def left_of(share: float, positions: int, *, others: int = 0) -> str | None:
+    """What explains an error of which one change leaves a share, beside others that leave half."""
+    before = OpError(worst=9.0, error2=1.0, positions=positions)
+    exact = engine().recipe
+    tried = [Hypothesis(text=f"h{n}", exact=exact, recipe=exact) for n in range(others + 1)]
+    after = [OpError(worst=1.0, error2=share), *(OpError(worst=1.0, error2=0.5) for _ in range(others))]
+    found = best(before, list(zip(tried, after, strict=True)))
+    return found and found.text
+
+
+def test_a_change_that_fits_by_chance_explains_nothing() -> None:
+    """A tenth of the squared error may be left; over few positions, or of many changes, that is no evidence.
+
+    The chance of it is that of the correlation of unrelated vectors.
+    """
+    assert left_of(0.09, 40) == "h0"
+    assert left_of(0.11, 40) is None
+    assert left_of(0.09, 5) is None
+    assert (left_of(0.09, 7), left_of(0.09, 7, others=7)) == ("h0", None)
+    random = np.random.default_rng(0).normal(size=(20_000, 2, 5))
+    unit = random / np.linalg.norm(random, axis=-1, keepdims=True)
+    left = 1 - (unit[:, 0] * unit[:, 1]).sum(-1) ** 2
+    assert (left <= 0.2).mean() == pytest.approx(by_chance(0.2, 5), rel=0.1)
+
+
 def test_hypotheses_are_those_that_would_change_something() -> None:
     """A parameter that is stored in bf16, or declared to be rounded, and rules that are the same, are not tried."""
 
@@ -271,6 +355,34 @@ def test_hypotheses_are_those_that_would_change_something() -> None:
     assert texts("decay_gate", rounded) == [loaded[1], *stored]
     assert texts("router_ids", plain) == ["e_score_correction_bias rounded to bf16 when loaded"]
     assert texts("beta", plain)[2:] == ["computing beta as transformers_mirror does (output bf16)"]
+
+
+# --- the end of a sequence ---
+
+
+def ended(golden_id: int, candidate_id: int) -> Agreement:
+    d = GateDivergence(prompt=3, position=5, kind="ended", golden_id=golden_id, candidate_id=candidate_id)
+    row = PromptAgreement(prompt=3, matched=5, total=6, prefix=5, divergence=d)
+    return Agreement(per_prompt=(row,), bar=Bar.STRICT, bar_met=False, members=5, non_finite=(), loops=())
+
+
+@pytest.mark.parametrize(("golden_id", "candidate_id", "who"), [(-1, 7, "golden"), (7, -1, "candidate")])
+def test_one_side_that_does_not_end_is_no_rounding(golden_id: int, candidate_id: int, who: str) -> None:
+    """After the same tokens one ends and the other goes on: a rule that differs, whatever else was explained."""
+    found = end_findings(ended(golden_id, candidate_id))
+    v = concluded(found, [divergence(Cause.rounding, 0.5)])
+    assert v.run_class is RunClass.defect
+    assert v.reason.startswith(f"EOS rule: at p3[5] the {who} has ended")
+    assert "input mismatch, not rounding" in v.reason
+    assert not v.reason.endswith(": defect")
+    assert concluded([*found, REPLAYED]).site == "mla_core"  # what was found inside leads
+
+
+def test_rows_that_end_alike_are_no_finding() -> None:
+    """A token that differs is none of this instrument's business."""
+    row = PromptAgreement(prompt=0, matched=1, total=1, prefix=1, divergence=None)
+    same = Agreement(per_prompt=(row,), bar=Bar.STRICT, bar_met=True, members=1, non_finite=(), loops=())
+    assert end_findings(same) == []
 
 
 # --- from end to end ---
