@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from experiments.words import Flags
-from harness.calibration import Calibration, calibrate, load_calibration, write_calibration
+from harness.calibration import UNIT, Calibration, calibrate, load_calibration, write_calibration
 from harness.compose import load
 from harness.config import Config, EngineKind
 from harness.engines.assets import checkpoint_folder
 from harness.text_table import text_table
-from variants.errors import UsageError
+from variants.errors import InputError, UsageError
 
 OUT = "assets/calibration/kimi_linear_12m.json"
 BENIGN = {
@@ -32,6 +32,8 @@ BENIGN = {
         "bf16_residual gemm=bf16 moe.expert_sum=bf16 norm.variance=stored",
         "transformers_mirror norm.rounding=once params.a_log=as_stored norm.kv_eps=config",
         "transformers_mirror elementwise.beta=keep logits=f32",
+        "bf16_residual norm.variance=mixed kda.inputs=bf16 mla.inputs=bf16",
+        "f32 gemm=bf16_f32out kda.prefill=chunk moe.router=bf16_f32out",
     ),
     "f16": (
         "f32 stream=f16",
@@ -39,6 +41,11 @@ BENIGN = {
         "f32 stream=f16 gemm=f16 kda.prefill=chunk",
         "f32 stream=f16 norm.variance=stored norm.rounding=twice",
         "f32 gemm=f16 logits=f16 moe.experts=grouped",
+        "f32 stream=f16 gemm=f16 elementwise.swiglu=stepwise mla.prefill=online_f32 mla.decode=online_f32",
+        "f32 stream=f16 gemm=f16 norm.variance=stored elementwise.conv=stepwise mla.prefill=flash mla.tile_k=32",
+        "f32 stream=f16 gemm=f16 kda.prefill=island_f32 kda.decode=island_f32 logits=f16",
+        "f32 gemm=f16 norm.rounding=twice mla.prefill=absorbed mla.decode=absorbed mla.kv_splits=2 mla.tile_k=32",
+        "f32 stream=f16 gemm=f16 kda.prefill=recurrent_gemv kda.decode=recurrent_gemv moe.experts=grouped",
     ),
     "f32": (
         "f32 kda.prefill=chunk kda.chunk_size=16",
@@ -49,6 +56,10 @@ BENIGN = {
         "f32 mla.prefill=absorbed mla.decode=absorbed mla.kv_splits=2 mla.tile_k=32",
         "f32 fused_projections=true execution.batch=8 moe.router_scale=before",
         "f32 kda.prefill=recurrent_gemv kda.decode=recurrent_gemv mla.decode=sdpa mla.prefill=sdpa",
+        "f32 execution.prefill_piece=5 kda.prefill=recurrent mla.prefill=dense_f32 mla.decode=online_f32",
+        "f32 gemm=f32 kda.prefill=chunk kda.chunk_size=8 moe.experts=grouped mla.prefill=sdpa",
+        "f32 kda.prefill=chunk mla.prefill=dense_f32 mla.decode=online_f32",
+        "f32 kda.prefill=chunk kda.chunk_size=32 fused_projections=true mla.prefill=sdpa",
     ),
 }
 
@@ -58,8 +69,8 @@ class Settings(Config):
     """members: noisy runs for each variant. out: the file that is written."""
 
     golden: str = "wide"
-    limit: int = 12
-    max_tokens: int = 16
+    limit: int = 24
+    max_tokens: int = 4
     members: int = 8
     out: str = OUT
 
@@ -81,7 +92,7 @@ def run(config: Settings, flags: Flags) -> int:
 
     check_device(config.device)
     out = Path(config.out)
-    before = load_calibration(out) if out.is_file() else None
+    before = _there(out)
     golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
     folder = str(checkpoint_folder(config.model.path))
     casts = shared_casts(folder, config.model.sha256, config.device.torch_name)
@@ -101,18 +112,32 @@ def run(config: Settings, flags: Flags) -> int:
     return 0
 
 
+def _there(out: Path) -> Calibration | None:
+    """What the file held; one that cannot be read is said to be replaced."""
+    if not out.is_file():
+        return None
+    try:
+        return load_calibration(out)
+    except InputError as error:
+        print(f"replacing {out}: {error}", file=sys.stderr)
+        return None
+
+
 def _changes(words: str) -> list[str]:
     return [f"variant.{change}" for change in words.split()[1:]]
 
 
 def _text(found: Calibration, before: Calibration | None, out: Path) -> str:
     ends = (0, len(found.places) - 2, len(found.places) - 1)
-    rows = [[b.family, b.variant, *(f"{b.shift[i]:+.3f}" for i in ends)] for b in found.benign]
+    longest = len(found.lengths) - 1
+    means = {b.variant: np.array(b.shifts[longest]).mean(0) / UNIT for b in found.benign}
+    rows = [[b.family, b.variant, *(f"{means[b.variant][i]:+.3f}" for i in ends)] for b in found.benign]
     for name in BENIGN:
-        shifts = np.array([b.shift for b in found.benign if b.family == name])
+        shifts = np.array([means[b.variant] for b in found.benign if b.family == name])
         rows.append([name, "(mean, sd)", *(f"{shifts[:, i].mean():+.3f} {shifts[:, i].std(ddof=1):.3f}" for i in ends)])
     same = "" if before is None else f"; was {before.hash[:12]}" + ("" if before.hash != found.hash else ", the same")
-    head = f"{out}: {len(found.benign)} benign variants, {found.positions} positions, hash {found.hash[:12]}{same}"
+    size = f"{len(found.benign[0].shifts[0])} prompts x {found.lengths[longest]} tokens"
+    head = f"{out}: {len(found.benign)} benign variants, {size}, hash {found.hash[:12]}{same}"
     return "\n".join([head, "", text_table(("family", "variant", *(found.places[i] for i in ends)), rows)])
 
 

@@ -21,6 +21,7 @@ from harness.power_cells import Cell, benign_cells, defect_cells, quick_cells
 from harness.power_plot import plot_power
 from harness.power_report import (
     RuleRow,
+    by_effect,
     by_family,
     confusion,
     false_alarms,
@@ -40,6 +41,7 @@ from variants.errors import UsageError
 CHUNK = 6  # defect cells of one task: what an interrupted run loses at most, for each worker
 QUICK = ("mla_scaled", "rounded_A_log", "state_reset")
 OURS = "ladder_replay"
+FILES = {"family": "families.csv", "effect": "effects.csv"}
 FAMILY_RULES = (OURS, "envelope", "expected", "band", "top5", "kl", "cosine")
 
 
@@ -167,6 +169,7 @@ def _row(bench: Bench, cell: Cell, scored: bool) -> Row:
             "want_sites": "/".join(defect.sites),
             "want_layer": _layer(planted, found),
             "exercised": found.acts_at is not None,
+            "effect": f"{found.effect:.4g}",
         }
     return row_of(cell, judge_all(found.observed), **truth)
 
@@ -185,14 +188,19 @@ def text(rows: Sequence[Row], matrix: Sequence[RuleRow], figure: Path) -> str:
          RULES[r.rule].runs]
         for r in matrix
     ]  # fmt: skip
+    titles = [RULES[r].title for r in FAMILY_RULES]
     families = [[name, *shares] for name, shares in by_family(rows, FAMILY_RULES)]
+    effects = [[name, *shares] for name, shares in by_effect(rows, FAMILY_RULES)]
     parts = [
         f"{len(rows)} runs: hits/trials = share [95 % Wilson interval]; ours are the first "
         f"{sum(r.ours for r in RULES.values())} rules",
         text_table(header, body),
         "",
         "caught at the lightest severity, by family",
-        text_table(("family", *(RULES[r].title for r in FAMILY_RULES)), families),
+        text_table(("family", *titles), families),
+        "",
+        "caught by effect size: rms change of the logits in float64 over rms of what rounding changes",
+        text_table(("effect", *titles), effects),
         "",
         *_listed("false alarms", false_alarms(rows, OURS)),
         *_listed("missed", missed(rows, OURS)),
@@ -239,15 +247,16 @@ def _flat(r: RuleRow) -> dict[str, object]:
 
 
 def _write_tables(out: Path, rows: Sequence[Row], matrix: Sequence[RuleRow]) -> None:
-    """summary.csv: a line a rule. families.csv: a line a family and rule, at the lightest severity."""
+    """summary.csv: a line a rule. families.csv, effects.csv: a line a rule and family (lightest severity) or effect."""
     _write_csv(out / "summary.csv", _document(matrix))
-    families = [
-        {"family": family, "rule": rule, "caught": share.hits, "of": share.trials}
-        for family, shares in by_family(rows, tuple(RULES))
-        for rule, share in zip(RULES, shares, strict=True)
-    ]
-    if families:
-        _write_csv(out / "families.csv", families)
+    for kind, groups in {"family": by_family, "effect": by_effect}.items():
+        lines = [
+            {kind: name, "rule": rule, "caught": share.hits, "of": share.trials}
+            for name, shares in groups(rows, tuple(RULES))
+            for rule, share in zip(RULES, shares, strict=True)
+        ]
+        if lines:
+            _write_csv(out / FILES[kind], lines)
     bare = [{"key": r["key"], "exercise": DEFECTS[r["defect"]].exercise} for r in unexercised(rows)]
     _write_csv(out / "not_exercised.csv", bare or [{"key": "", "exercise": ""}])
 

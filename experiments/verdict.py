@@ -9,7 +9,7 @@ from pathlib import Path
 from experiments.gate import announced, known_of, observe_engine, texts, with_gaps
 from experiments.words import Flags
 from harness import strict_json
-from harness.calibration import Calibration, shipped_calibration
+from harness.calibration import find_calibration
 from harness.compose import named_variant
 from harness.config import READS, Config, EngineChoice, EngineKind
 from harness.engines import make_engine
@@ -28,7 +28,7 @@ from harness.verdict import RunClass, Verdict
 from harness.verdict_outside import OutsideQuestion, judge_outside
 from harness.verdict_run import Checked, Question, judge_run
 from harness.verdict_tokens import judge_tokens
-from variants.errors import InputError, UsageError
+from variants.errors import UsageError
 from variants.model_config import ModelConfig
 from variants.recipe import Recipe, is_incremental, resolve
 from variants.weights import Casts
@@ -111,7 +111,7 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
         reference=resolve(named_variant(config.reference), model),
         members=config.members,
         seed=config.seed,
-        calibration=_calibration(casts.checkpoint.sha256),
+        calibration=find_calibration(casts.checkpoint.sha256),
     )
     verdict, scored = judge_run(question, gate, contradictions=seen)
     row.add({"teacher_forced": _teacher_forced(golden, scored.top_ids[..., 0])})
@@ -146,7 +146,7 @@ def _outside(
         reference=resolve(named_variant(config.reference), casts.checkpoint.config),
         members=config.members,
         seed=config.seed,
-        calibration=_calibration(casts.checkpoint.sha256),
+        calibration=find_calibration(casts.checkpoint.sha256),
         scored=scored,
         finer=finer,
     )
@@ -198,14 +198,6 @@ def forced_scores(engine: Engine, golden: Golden) -> tuple[Scored | None, dict[s
         if exact is not engine:
             finer[precision] = exact.score(golden.prompts, continuations, top_k=WATCHED)
     return engine.score(golden.prompts, continuations, top_k=WATCHED), finer
-
-
-def _calibration(sha256: str) -> Calibration | None:
-    """The stored calibration of this checkpoint; another checkpoint is judged by the members' spread alone."""
-    try:
-        return shipped_calibration(sha256)
-    except InputError:
-        return None
 
 
 def _teacher_forced(golden: Golden, chosen: object) -> dict[str, int]:

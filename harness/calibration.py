@@ -1,10 +1,10 @@
 """How far correct implementations stand from envelope members: measured once on benign variants, stored with a hash.
 
 Members add noise where a recipe rounds; a real implementation rounds. What is left between the two (roundings that are
-not uniform, sums in another order) is read off variants that were composed for this alone. For each variant and place
-its shift is kept: its mean ln(error) minus the members'. Of the spread of these shifts, what the members' own noise
-explains is taken off; the rest is the variance that a judgement adds to the members'. Four digits are kept, so that
-the order of float64 sums does not change the hash.
+not uniform, sums in another order, a token sent to other experts) is read off variants that were composed for this
+alone: for each variant, prompt and place its shift, which is its mean ln(error) over the first tokens minus the
+members'. `harness.benign_null` makes of these what a correct run shows on a battery of any size. Whole hundredths are
+kept, so that the order of float64 sums does not change the hash.
 """
 
 import hashlib
@@ -17,40 +17,45 @@ from typing import Any
 import numpy as np
 
 from harness import strict_json
-from harness.envelope import Envelope, envelope
+from harness.benign_null import Outside, outside
+from harness.envelope import CANDIDATE, Envelope, envelope
 from harness.forced_errors import Battery
 from harness.forced_values import ModelCandidate
-from harness.significance import Spread
 from variants.axes import Variant
 from variants.errors import InputError, UsageError
 from variants.model import Model
 from variants.recipe import Recipe, resolve
 from variants.weights import Casts, Weights
 
-SCHEMA = 1
+SCHEMA = 2
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "calibration"
 LOGPROBS = "logprobs"
+UNIT = 100  # shifts are stored in hundredths
+# An envelope alarms under this p: half of the 1 % that is promised, for the null distribution is an estimate too.
+ENVELOPE_P = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benign:
-    """One variant's shift at every place and, last, in the logprobs; `noise`: variance that members explain of each."""
+    """One variant's shifts in hundredths: for each of the calibration's `lengths`, each prompt, each place."""
 
     variant: str
     family: str
     recipe_hash: str
-    shift: tuple[float, ...]
-    noise: tuple[float, ...]
+    shifts: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured, on what. places: "site@layer" in order, then "logprobs". hash: of all else, canonical JSON."""
+    """What was measured, on what. places: "site@layer" in order, then "logprobs". hash: of all else, canonical JSON.
+
+    lengths: over how many first tokens of a continuation shifts were taken.
+    """
 
     model_sha256: str
     golden: str
     golden_hash: str
-    positions: int
+    lengths: tuple[int, ...]
     members: int
     seed: int
     torch: str
@@ -68,11 +73,14 @@ class Calibration:
             raise InputError(f"calibration: not finite at {', '.join(nulls)}")
         return {"schema": SCHEMA, **plain}
 
-    def model(self, recipe: Recipe) -> Spread:
-        """Mean and variance, at every place and last for logprobs, of a correct implementation's shift.
+    def covers(self, recipe: Recipe) -> bool:
+        return family(recipe) in {b.family for b in self.benign}
 
-        From the benign variants of the recipe's family, the recipe itself left out. Raises UsageError for a family
-        with fewer than three.
+    def correct(self, recipe: Recipe, tokens: int) -> np.ndarray:
+        """Shifts [V, N, S] of the benign variants of a recipe's family, the recipe itself left out.
+
+        Over the longest of the stored lengths that is no more than `tokens`: a mean over fewer spreads more, so p is
+        at most too large. Raises UsageError for a family with fewer than three.
         """
         kind = family(recipe)
         used = [b for b in self.benign if b.family == kind and b.recipe_hash != recipe.hash]
@@ -80,9 +88,38 @@ class Calibration:
             raise UsageError(
                 f"calibration has {len(used)} benign variants of {kind}, expected 3 or more; make it again"
             )
-        seen = Spread.of(np.array([b.shift for b in used]))
-        noise = np.array([b.noise for b in used]).mean(0)
-        return Spread(mean=seen.mean, variance=np.maximum(seen.variance - noise, 0.0), df=seen.df, count=seen.count)
+        length = max(n for n in self.lengths if n <= tokens)
+        return np.array([b.shifts[self.lengths.index(length)] for b in used]) / UNIT
+
+    def judge(self, recipe: Recipe, own: Envelope, errors: np.ndarray) -> Outside:
+        """How far a run with errors [S, P] lies outside what correct runs of its family show on the same battery.
+
+        Raises UsageError for an envelope of fewer members than the calibration's: their mean would be less well known.
+        """
+        return outside(own.shifts(errors), self._correct(recipe, own)[..., :-1])
+
+    def judge_logprobs(self, recipe: Recipe, own: Envelope, deviations: np.ndarray) -> Outside:
+        """As `judge`, of logprobs' deviations [P, W] alone, NaN for a token that is not known."""
+        shifts, tokens = own.logprob_shifts(deviations), own.known_tokens(deviations)
+        return outside(shifts, self._correct(recipe, own, tokens)[..., -1:])
+
+    def _correct(self, recipe: Recipe, own: Envelope, tokens: int | None = None) -> np.ndarray:
+        if own.members < self.members:
+            raise UsageError(
+                f"the calibration was made with {self.members} members, got {own.members}; ask for as many, members="
+                f"{self.members}"
+            )
+        return self.correct(recipe, own.tokens if tokens is None else tokens)
+
+
+def alone(own: Envelope, errors: np.ndarray) -> Outside:
+    """As `Calibration.judge` where there is no calibration: each member against the others stands for a correct run."""
+    return outside(own.shifts(errors), own.leave_one_out())
+
+
+def alone_logprobs(own: Envelope, deviations: np.ndarray) -> Outside:
+    """As `Calibration.judge_logprobs` where there is no calibration."""
+    return outside(own.logprob_shifts(deviations), own.leave_one_out_logprobs(deviations))
 
 
 def family(recipe: Recipe) -> str:
@@ -104,16 +141,18 @@ def calibrate(
     import torch
 
     benign, places = [], ()
+    tokens = min(len(c) for c in battery.continuations)
+    lengths = tuple(sorted({1, tokens}))
     for label, variant in variants.items():
         recipe = resolve(variant, casts.checkpoint.config)
         found = envelope(
-            recipe, casts, battery, members=members, seed=seed, candidates={label: of_recipe(recipe, casts)}
+            recipe, casts, battery, members=members, seed=seed, candidates={CANDIDATE: of_recipe(recipe, casts)}
         )
-        benign.append(_benign(label, recipe, found))
+        benign.append(_benign(label, recipe, found, lengths))
         places = tuple(f"{site}@{layer}" for site, layer in found.places)
     return Calibration(
         model_sha256=casts.checkpoint.sha256,
-        positions=sum(len(c) for c in battery.continuations),
+        lengths=lengths,
         members=members,
         seed=seed,
         torch=torch.__version__,
@@ -130,25 +169,27 @@ def of_recipe(recipe: Recipe, casts: Casts) -> ModelCandidate:
     return ModelCandidate(build, recipe.execution.batch)
 
 
-def _benign(label: str, recipe: Recipe, found: Envelope) -> Benign:
-    mine = found.table.parties[label]
-    level, members = found.logprob_levels(mine.deviations[0])
-    shift = [*found.shift(mine.rms[0]), level - float(members.mean)]
-    noise = [*found.member_levels.of_next, float(members.of_next)]
+def _benign(label: str, recipe: Recipe, found: Envelope, lengths: Sequence[int]) -> Benign:
+    mine = found.table.parties[CANDIDATE]
+    errors, deviations = mine.rms[0], mine.deviations[0]
+    both = [np.hstack([found.shifts(errors, n), found.logprob_shifts(deviations, n)]) for n in lengths]
+    shifts = [np.rint(UNIT * x).astype(int).tolist() for x in both]
     return Benign(
         variant=label,
         family=family(recipe),
         recipe_hash=recipe.hash,
-        shift=tuple(round(float(x), 4) for x in shift),
-        noise=tuple(float(f"{x:.4g}") for x in noise),
+        shifts=tuple(tuple(map(tuple, rows)) for rows in shifts),
     )
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Strict JSON, the hash with it."""
+    """Strict JSON, the hash with it; a line for each variant."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**calibration.as_dict(), "hash": calibration.hash}, indent=1, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    fields = {**calibration.as_dict(), "hash": calibration.hash}
+    plain = lambda value: json.dumps(value, separators=(",", ":"), allow_nan=False)  # noqa: E731
+    variants = ",\n".join(plain(row) for row in fields.pop("benign"))
+    text = ",\n".join([*(f"{plain(k)}:{plain(v)}" for k, v in fields.items()), f'"benign":[\n{variants}\n]'])
+    path.write_text("{\n" + text + "\n}\n", encoding="utf-8")
 
 
 def load_calibration(path: Path) -> Calibration:
@@ -159,7 +200,8 @@ def load_calibration(path: Path) -> Calibration:
         row = strict_json.loads(path.read_bytes())
         said, schema = row.pop("hash"), row.pop("schema")
         benign = tuple(_read_benign(b) for b in _rows(row.pop("benign")))
-        found = Calibration(benign=benign, places=tuple(map(str, _rows(row.pop("places")))), **row)  # pyright: ignore
+        places, lengths = (tuple(_rows(row.pop(name))) for name in ("places", "lengths"))
+        found = Calibration(benign=benign, places=places, lengths=lengths, **row)  # pyright: ignore
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: not a calibration of schema {SCHEMA} ({error}); make it again") from error
     if schema != SCHEMA or said != found.hash:
@@ -167,12 +209,17 @@ def load_calibration(path: Path) -> Calibration:
     return found
 
 
+def find_calibration(model_sha256: str) -> Calibration | None:
+    """The stored calibration of a checkpoint, None where it has none. Raises InputError for a file that is damaged."""
+    stored = (load_calibration(path) for path in sorted(SHIPPED.glob("*.json")))
+    return next((c for c in stored if c.model_sha256 == model_sha256), None)
+
+
 def shipped_calibration(model_sha256: str) -> Calibration:
     """The stored calibration of a checkpoint. Raises InputError where this checkpoint has none."""
-    for path in sorted(SHIPPED.glob("*.json")):
-        found = load_calibration(path)
-        if found.model_sha256 == model_sha256:
-            return found
+    found = find_calibration(model_sha256)
+    if found is not None:
+        return found
     raise InputError(f"no calibration of checkpoint {model_sha256[:12]}; make it with `neartie calibrate model=DIR`")
 
 
@@ -183,4 +230,5 @@ def _rows(value: object) -> Sequence[Any]:
 
 
 def _read_benign(row: Mapping[str, Any]) -> Benign:
-    return Benign(**{**row, "shift": tuple(row["shift"]), "noise": tuple(row["noise"])})
+    shifts = tuple(tuple(map(tuple, _rows(rows))) for rows in _rows(row["shifts"]))
+    return Benign(**{**row, "shifts": shifts})

@@ -3,7 +3,8 @@
 K members are float64 runs with independent noise of +-half an ulp wherever the recipe rounds (Monte-Carlo arithmetic,
 `harness.rounding_noise`); all are teacher-forced through the decode path beside the oracle, which is the same float64
 run without noise. A candidate is anything whose values can be read at the same places. Its excess is the mean over
-positions of ln(its rms error / the members' rms error): 0 is what rounding explains.
+positions of ln(its rms error / the members' rms error): 0 is what rounding explains. Whether that is more than a
+correct run shows is asked of its shifts, prompt by prompt (`harness.benign_null`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +14,14 @@ import numpy as np
 
 from harness.forced_errors import Battery, ErrorTable, Party, errors_against
 from harness.forced_values import Candidate, LastTokens, ModelCandidate, layer_places
-from harness.rounding_noise import RoundingNoise, noise_plan, stream, twin
-from harness.significance import Spread, next_run_p
+from harness.rounding_noise import member, stream, twin
 from variants.errors import UsageError
 from variants.model import Model
 from variants.recipe import Place, Recipe
 from variants.rounding import NoProbe, Probe
 from variants.weights import Casts, Weights
 
-MEMBERS = "(members)"
+MEMBERS, CANDIDATE = "(members)", "candidate"
 # Of a value's rms: under this an error is the order of float64 sums, which nobody is to be blamed for.
 F64_FLOOR = 2.0**-44
 
@@ -60,54 +60,65 @@ class Envelope:
         """Mean over positions of ln(error / envelope) at each place, for errors [..., S, P] -> [..., S]."""
         return self._excess(errors, self.rms)
 
-    def leave_one_out(self) -> np.ndarray:
-        """Each member's excess over the envelope of the others: [K, S]. Raises UsageError with fewer than two."""
-        if self.members < 2:
-            raise UsageError(f"leave-one-out needs at least 2 members, got {self.members}; ask for more")
-        squares = self.errors**2
-        others = np.sqrt((squares.sum(0) - squares).clip(0) / (self.members - 1))
-        return self._excess(self.errors, others)
+    @property
+    def tokens(self) -> int:
+        """Positions of the shortest continuation."""
+        return int(np.unique(self.table.positions[:, 0], return_counts=True)[1].min())
 
-    def levels(self, errors: np.ndarray) -> np.ndarray:
-        """Mean over positions of ln(error) at each place, [..., S, P] -> [..., S]: what runs are compared by.
+    def by_prompt(self, x: np.ndarray, tokens: int | None = None) -> np.ndarray:
+        """Mean over each prompt's (first `tokens`) positions, [..., P] -> [..., N]; NaN is no position.
+
+        A prompt of which nothing is known is left out.
+        """
+        prompts, t = self.table.positions.T
+        near = (t < (tokens or np.inf)) & ~np.isnan(x).reshape(-1, x.shape[-1]).any(0)
+        kept = [(prompts == n) & near for n in np.unique(prompts[near])]
+        return np.stack([x[..., mine].mean(-1) for mine in kept], -1)
+
+    def levels(self, errors: np.ndarray, tokens: int | None = None) -> np.ndarray:
+        """Mean ln(error) of each prompt at each place, [..., S, P] -> [..., N, S].
 
         One member in which routing changed lifts the rms over the members, and with it every excess of the others;
         the mean of logarithms is not moved so.
         """
-        return np.log(np.maximum(errors, F64_FLOOR * self.table.scale)).mean(-1)
+        logs = np.log(np.maximum(errors, F64_FLOOR * self.table.scale))
+        return np.moveaxis(self.by_prompt(logs, tokens), -1, -2)
 
-    def shift(self, errors: np.ndarray) -> np.ndarray:
-        """A candidate's level minus the members' mean level: [..., S, P] -> [..., S], 0 where it is one of them."""
-        return self.levels(errors) - self.member_levels.mean
+    def shifts(self, errors: np.ndarray, tokens: int | None = None) -> np.ndarray:
+        """A run's levels minus the members' mean level, errors [S, P] -> [N, S]: 0 where it is one of them."""
+        return self.levels(errors, tokens) - self.levels(self.errors, tokens).mean(0)
 
-    @property
-    def member_levels(self) -> Spread:
-        return Spread.of(self.levels(self.errors))
+    def logprob_shifts(self, deviations: np.ndarray, tokens: int | None = None) -> np.ndarray:
+        """As `shifts`, of ln(rms over the watched tokens) of a run's deviations [P, W] in nats: [N, 1].
 
-    def p_values(self, errors: np.ndarray, model: Spread | None = None) -> np.ndarray:
-        """For each place, how surprising so high a level of errors [S, P] is for a run of this recipe; not corrected.
-
-        model: how far correct implementations are from members (`harness.calibration`), on top of the members' spread.
+        NaN is a token that is not known; members are held to the same tokens.
         """
-        return next_run_p(self.levels(errors), self.member_levels, *([] if model is None else [model]))
+        own = self._logprob_levels(deviations)
+        theirs = self._logprob_levels(np.where(np.isnan(deviations), np.nan, self.deviations))
+        return (self.by_prompt(own, tokens) - self.by_prompt(theirs, tokens).mean(0))[:, None]
 
-    def logprob_errors(self, deviations: np.ndarray) -> np.ndarray:
-        """rms over the watched tokens of deviations [..., P, W] in nats, NaN for one that is unknown: [..., P].
+    def _logprob_levels(self, deviations: np.ndarray) -> np.ndarray:
+        """ln(rms over the known watched tokens), NaN where there is none: [..., P, W] -> [..., P]."""
+        known = (~np.isnan(deviations)).sum(-1)
+        mean = np.nansum(deviations**2, -1) / np.where(known, known, np.nan)
+        return np.log(np.maximum(np.sqrt(mean), F64_FLOOR * self.table.scale[self.head]))
 
-        Raises UsageError for a position of which nothing is known.
-        """
-        known = ~np.isnan(deviations)
-        if not known.any(-1).all():
-            raise UsageError("logprobs: a position has none of the watched tokens; ask the engine for more of its top")
-        return np.sqrt(np.nansum(deviations**2, -1) / known.sum(-1))
+    def leave_one_out(self) -> np.ndarray:
+        """Each member's shifts from the mean of the others: [K, N, S]. Raises UsageError with fewer than three."""
+        if self.members < 3:
+            raise UsageError(f"leave-one-out needs at least 3 members, got {self.members}; ask for more")
+        levels = self.levels(self.errors)
+        return (levels - levels.mean(0)) * (self.members / (self.members - 1))
 
-    def logprob_levels(self, deviations: np.ndarray) -> tuple[float, Spread]:
-        """A candidate's mean ln(rms deviation) over positions [P, W], and the members' over the same tokens."""
-        unknown = np.isnan(deviations)
-        members = self.logprob_errors(np.where(unknown, np.nan, self.deviations))
-        floor = F64_FLOOR * self.table.scale[self.head]
-        own = np.log(np.maximum(self.logprob_errors(deviations), floor)).mean(-1)
-        return float(own), Spread.of(np.log(np.maximum(members, floor)).mean(-1))
+    def leave_one_out_logprobs(self, deviations: np.ndarray) -> np.ndarray:
+        """Each member's logprob shifts from the mean of the others, at the tokens that are known: [K, N, 1]."""
+        theirs = self.by_prompt(self._logprob_levels(np.where(np.isnan(deviations), np.nan, self.deviations)))
+        return ((theirs - theirs.mean(0)) * (self.members / (self.members - 1)))[..., None]
+
+    def known_tokens(self, deviations: np.ndarray) -> int:
+        """Positions with a known token, of the prompt that has the fewest but some."""
+        known = ~np.isnan(deviations).all(-1)
+        return int(np.unique(self.table.positions[known, 0], return_counts=True)[1].min())
 
     def _excess(self, errors: np.ndarray, envelope: np.ndarray) -> np.ndarray:
         floor = F64_FLOOR * self.table.scale
@@ -141,11 +152,10 @@ def envelope(
     """
     if members < 1:
         raise UsageError(f"envelope: got {members} members, expected at least 1")
-    noise = RoundingNoise(noise_plan(recipe, casts, battery.prompts[0]), seed=seed, device=casts.device)
-    up = twin(recipe)
+    up, noise = member(recipe, casts, battery.prompts[0], seed=seed)
     parties = {name: Party(candidate) for name, candidate in (candidates or {}).items()}
     parties[MEMBERS] = Party(ModelCandidate(model_maker(up, casts, noise)), copies=members)
-    oracle = ModelCandidate(model_maker(up, casts))
+    oracle = ModelCandidate(model_maker(twin(recipe), casts))
     places = (*layer_places(casts.checkpoint.config), *sites)
     table = errors_against(oracle, parties, battery, places, begin=lambda g: noise.restart(stream(seed, g)))
     drawn = table.parties.pop(MEMBERS)
@@ -160,7 +170,7 @@ def envelope(
 
 
 def model_maker(recipe: Recipe, casts: Casts, noise: Probe | None = None) -> Callable[[LastTokens], Model]:
-    """A float64 model around a probe that keeps values, with noise beneath it."""
+    """A model around a probe that keeps values, with noise beneath it."""
 
     def build(seen: LastTokens) -> Model:
         seen.inner = noise or NoProbe()

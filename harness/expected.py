@@ -17,7 +17,7 @@ from torch import Tensor
 from harness.forced_errors import groups
 from harness.golden_data import ENDED, Golden
 from harness.progress import progress
-from harness.rounding_noise import RoundingNoise, noise_plan, stream, twin
+from harness.rounding_noise import member, stream
 from harness.significance import Interval, Spread, next_run_p, prediction
 from variants import decode
 from variants.errors import InputError, UsageError
@@ -94,8 +94,8 @@ def expected_score(
     """
     if members < 2:
         raise UsageError(f"expected score: got {members} members, expected at least 2 (a spread is read off them)")
-    noise = RoundingNoise(noise_plan(recipe, casts, golden.prompts[0]), seed=seed, device=casts.device)
-    model = Model(casts.checkpoint.config, twin(recipe), Weights(casts, recipe.semantics), probe=noise)
+    noisy, noise = member(recipe, casts, golden.prompts[0], seed=seed)
+    model = Model(casts.checkpoint.config, noisy, Weights(casts, recipe.semantics), probe=noise)
     reference = golden.tokens[0]
     if not (reference != ENDED).any():
         raise InputError(f"golden {golden.name}: holds no token to be expected")
@@ -114,6 +114,11 @@ def expected_score(
     return ExpectedScore(
         recipe_hash=recipe.hash, golden_hash=golden.hash, seed=seed, matched=matched, total=int(counted.max(0).sum())
     )
+
+
+def ends_at(golden: Golden, casts: Casts) -> int | None:
+    """The id after which a row of a golden ends, None where its rows go on past it."""
+    return casts.checkpoint.config.eos_token_id if golden.sampling.get("eos") == "stop" else None
 
 
 def _greedy(model: Model, prompts: Sequence[Sequence[int]], steps: int, stop_at: int | None) -> np.ndarray:

@@ -4,7 +4,7 @@ Values meet step by step, so what is held is a few numbers a position, and one g
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,6 +42,10 @@ class Battery:
         watch = None if self.watch is None else self.watch[list(rows), :tokens]
         continuations = [self.continuations[n][:tokens] for n in rows]
         return Battery(prompts=[self.prompts[n] for n in rows], continuations=continuations, watch=watch)
+
+    def cut(self, lengths: Sequence[int]) -> "Battery":
+        """The first tokens of each continuation, as many as given; prompts keep their numbers, 0 leaves one out."""
+        return replace(self, continuations=[c[:n] for c, n in zip(self.continuations, lengths, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,11 @@ def errors_against(
     """
     head = next(place for place in places if place[0] == "lm_head")
     parts: list[_Step] = []
-    with progress("forcing", len(battery.prompts)) as done:
-        for number, rows in enumerate(groups(battery.prompts, sum(p.copies for p in parties.values()) + 1)):
+    walked = [n for n, forced in enumerate(battery.continuations) if forced]
+    copies = sum(p.copies for p in parties.values()) + 1
+    with progress("forcing", len(walked)) as done:
+        for number, near in enumerate(groups([battery.prompts[n] for n in walked], copies)):
+            rows = [walked[i] for i in near]
             begin(number)
             parts += _walk_group(oracle, parties, battery, rows, tuple(places), head)
             for _ in rows:

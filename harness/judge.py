@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from harness.divergence import Cause, Divergence, Side, cause_of, golden_margin, side_p
-from harness.envelope import Envelope
+from harness.envelope import CANDIDATE, Envelope
 from harness.gaps import gap_ulp
 from harness.golden_data import ENDED, Golden
 from harness.lockstep import Stepper, walk_steppers
@@ -26,7 +26,6 @@ from variants.recipe import Recipe
 from variants.rounding import NoProbe
 
 ALPHA = 1e-3  # family-wise, over every divergence and both sides
-CANDIDATE = "candidate"
 MakeRow = Callable[[int, Tap], Stepper]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.calibration import of_recipe, shipped_calibration
+from harness.calibration import ENVELOPE_P, of_recipe, shipped_calibration
 from harness.engines.local import LocalEngine
 from harness.envelope import Envelope, envelope
 from harness.expected import ExpectedScore, expected_score
@@ -25,11 +25,11 @@ from harness.local_replay import LocalReplay, local_replay
 from harness.lockstep import Stepper, batches, walk_steppers
 from harness.oracle import oracle_recipe
 from harness.power_cells import GATE, Cell, Slice, variant_of
-from harness.power_rules import ENVELOPE_P, Judgement, Observed
+from harness.power_rules import Judgement, Observed
 from harness.power_watch import Again, Digest, Seen, Shown, climbed, first_difference, replayed
 from harness.probes import Tap, chain
 from harness.rounding_noise import twin
-from harness.significance import Interval, Spread, holm
+from harness.significance import Interval
 from variants import decode
 from variants.axes import Variant
 from variants.defects import DEFECTS, Planted, build, plant
@@ -41,17 +41,19 @@ from variants.recipe import Place, Recipe, Semantics, resolve
 from variants.rounding import NoProbe, Probe
 from variants.weights import Casts
 
-MEMBERS = 6
+MEMBERS = 8
 EXPECTED_MEMBERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What one cell left. acts_at: the first place whose value differs from the clean run's in one bit, at the highest
-    precision that shows one; None for a run that is bit-identical to it, or that has none beside it."""
+    precision that shows one; None for a run that is bit-identical to it, or that has none beside it. effect: rms of
+    what a defect does to the logits in float64, over rms of what rounding does to them; None for a correct run."""
 
     observed: Observed
     acts_at: Place | None
+    effect: float | None
     seconds: float
 
 
@@ -119,7 +121,20 @@ class Bench:
             expected=_interval(expected, matched),
             expected_p=float("nan") if expected is None or matched is None else expected.p_value(matched),
         )
-        return Outcome(observed=observed, acts_at=self._acts_at(cell, runs), seconds=time.perf_counter() - began)
+        return Outcome(
+            observed=observed,
+            acts_at=self._acts_at(cell, runs),
+            effect=self._effect(cell, runs),
+            seconds=time.perf_counter() - began,
+        )
+
+    def _effect(self, cell: Cell, runs: Mapping[str, _Run]) -> float | None:
+        if cell.benign:
+            return None
+        found, _ = self.envelope(cell.words, cell.battery, cell.seed)
+        moved = runs["replay_f64"].logits - self.oracle_logits(cell.battery)
+        size = float(moved.square().mean().sqrt() / np.sqrt(np.mean(found.rms[found.head] ** 2)))
+        return size if np.isfinite(size) else float("inf")
 
     def _expected(self, words: str) -> ExpectedScore:
         """What a correct run of these words scores on gate."""
@@ -207,13 +222,9 @@ class Bench:
         errors = np.stack([_rms(values, exact, place) for place in found.places])
         if not np.isfinite(errors).all():
             return Judgement(float("inf"), True)
-        model = self.calibration.model(self.recipe(cell.words))
-        places = len(found.places)
-        p = holm(found.p_values(errors, Spread(mean=model.mean[:places], variance=model.variance[:places],
-                                               df=model.df[:places], count=model.count)))  # fmt: skip
-        over = np.flatnonzero(p < ENVELOPE_P)
-        score = -np.log10(max(float(p.min()), 1e-300))
-        return Judgement(score, bool(over.size), None, found.places[over[0]][1] if over.size else None)
+        judged = self.calibration.judge(self.recipe(cell.words), found, errors)
+        over = np.flatnonzero(judged.p < ENVELOPE_P)
+        return Judgement(float(judged.z.max()), bool(over.size), None, found.places[over[0]][1] if over.size else None)
 
     def _matched(self, make: Make, recipe: Recipe) -> int:
         """Tokens of gate's run 0 that a free greedy run matches; a token of logits that are not finite is none."""

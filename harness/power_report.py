@@ -13,6 +13,8 @@ from harness.power_rows import PLACED, Row
 from harness.power_rules import RULES
 from harness.significance import wilson
 
+EFFECTS = (0.01, 0.1, 0.3, 1.0, 3.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
@@ -128,6 +130,17 @@ def by_family(rows: Sequence[Row], rules: Sequence[str], severity: str = "light"
                   for rule in rules])
         for family in families
     ]  # fmt: skip
+
+
+def by_effect(rows: Sequence[Row], rules: Sequence[str]) -> list[tuple[str, list[Share]]]:
+    """Share of exercised defects that each rule catches, by what they do to the logits in units of rounding's noise."""
+    bounds = [*zip((0.0, *EFFECTS), (*EFFECTS, float("inf")), strict=True)]
+    names = [f"under {EFFECTS[0]:g}", *(f"{a:g} to {b:g}" for a, b in bounds[1:-1]), f"{EFFECTS[-1]:g} and more"]
+
+    def within(low: float, high: float) -> Keep:
+        return lambda r: exercised(r) and (low <= float(r["effect"]) < high or float(r["effect"]) == high)
+
+    return [(name, [share(rows, rule, within(*b)) for rule in rules]) for name, b in zip(names, bounds, strict=True)]
 
 
 def missed(rows: Sequence[Row], rule: str) -> list[Row]:

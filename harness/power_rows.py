@@ -19,12 +19,12 @@ from variants.errors import DeviceError, UsageError
 
 PLACED = ("ladder_replay", "replay_f64", "replay_f32", "replay", "ladder", "envelope")
 INSTRUMENTS = (
-    "calibration", "envelope", "expected", "forced_errors", "forced_values", "inspect", "ladder", "local_replay",
-    "lockstep", "op_error", "oracle", "power", "power_cells", "power_rules", "power_watch", "probes", "rounding_noise",
-    "significance",
+    "benign_null", "calibration", "envelope", "expected", "forced_errors", "forced_values", "inspect", "ladder",
+    "local_replay", "lockstep", "op_error", "oracle", "power", "power_cells", "power_rules", "power_watch", "probes",
+    "rounding_noise", "significance",
 )  # fmt: skip
 CELL = ("key", "setting", "subject", "defect", "family", "severity", "spread", "battery", "seed")
-TRUTH = ("want_sites", "want_layer", "exercised", "seconds")
+TRUTH = ("want_sites", "want_layer", "exercised", "effect", "seconds")
 JUDGED = tuple(f"{rule}_{part}" for rule in RULES for part in ("score", "flag"))
 FOUND = tuple(f"{rule}_{part}" for rule in PLACED for part in ("site", "layer"))
 COLUMNS = (*CELL, *TRUTH, *JUDGED, *FOUND)
@@ -55,7 +55,7 @@ def _sources() -> Iterator[Path]:
 
 
 def row_of(cell: Cell, judged: dict[str, Judgement], **truth: object) -> Row:
-    """A line of the file; truth: setting, family, want_sites, want_layer, exercised, seconds."""
+    """A line of the file; truth: setting, family, want_sites, want_layer, exercised, effect, seconds."""
     row = dict.fromkeys(COLUMNS, "") | {"key": cell.key, "battery": cell.battery.name}
     row |= {k: str(v) for k, v in asdict(cell).items() if k in CELL and k != "battery"}
     row |= {name: _text(value) for name, value in truth.items()}

@@ -63,10 +63,16 @@ class PlaceNoise:
     def coarse(self) -> bool:
         return any(f.precision <= COARSE_BITS for f in self.formats)
 
+    @property
+    def fine(self) -> bool:
+        internal = self.internal > 0 or self.absolute is not None
+        return internal or any(f.precision > COARSE_BITS for f in self.formats)
+
     def without_fine(self) -> "PlaceNoise":
         return PlaceNoise(tuple(f for f in self.formats if f.precision <= COARSE_BITS))
 
     def add(self, x: Tensor, random: torch.Generator) -> Tensor:
+        """x (float64 or float32) with its noise, in the same dtype."""
         y = x
         for dtype in self.formats:
             y = torch.addcmul(y, _uniform(x, random), last_place(x, dtype))
@@ -79,18 +85,23 @@ class PlaceNoise:
 
 
 def _uniform(x: Tensor, random: torch.Generator) -> Tensor:
-    """Uniform in -0.5 .. 0.5, 24 bits of it, in float64."""
-    return torch.rand(x.shape, generator=random, dtype=torch.float32, device=x.device).double().sub_(0.5)
+    """Uniform in -0.5 .. 0.5, 24 bits of it, in the dtype of x."""
+    draw = torch.rand(x.shape, generator=random, dtype=torch.float32, device=x.device)
+    return draw.to(x.dtype).sub_(0.5)
+
+
+EXPONENT = {torch.float64: (torch.int64, 0x7FF0_0000_0000_0000), torch.float32: (torch.int32, 0x7F80_0000)}
 
 
 def last_place(x: Tensor, dtype: DType) -> Tensor:
-    """Size of `dtype`'s last place at float64 `x`, by its exponent bits: `variants.dtypes.ulp` in fewer passes."""
-    power = x.contiguous().view(torch.int64).bitwise_and(0x7FF0_0000_0000_0000).view(torch.float64)
+    """Size of `dtype`'s last place at `x` (float64 or float32), by its exponent bits: `ulp` in fewer passes."""
+    bits, mask = EXPONENT[x.dtype]
+    power = x.contiguous().view(bits).bitwise_and(mask).view(x.dtype)
     return power.mul_(2.0 ** (1 - dtype.precision)).clamp_min_(2.0 ** (dtype.min_exponent + 1 - dtype.precision))
 
 
 class RoundingNoise:
-    """Adds a plan's noise to a float64 run of `twin(recipe)`; one seed is one stream of draws."""
+    """Adds a plan's noise to a run of `twin(recipe)`; one seed is one stream of draws."""
 
     def __init__(self, plan: dict[Where, PlaceNoise], *, seed: int, device: str = "cpu") -> None:
         self.plan, self.phase = plan, "prefill"
@@ -204,19 +215,39 @@ def stream(seed: int, group: int) -> int:
     return int(np.random.SeedSequence((seed, group)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def twin(recipe: Recipe) -> Recipe:
-    """The recipe's code path in float64 in its cheapest form: the same function, state carried, no chunk or tile.
+def member(recipe: Recipe, casts: Casts, prompt: Sequence[int], *, seed: int) -> tuple[Recipe, RoundingNoise]:
+    """What an envelope member runs, and its noise: float64, or float32 where all is coarse from the first layer on.
+
+    There float32's own rounding is under 2^-12 of the noise, and a member costs half. `prompt` is what the variant is
+    watched on (`noise_plan`).
+    """
+    plan = noise_plan(recipe, casts, prompt)
+    early = {phase for (_, layer, phase), noise in plan.items() if layer <= 0 and noise.coarse}
+    coarse = early == set(PHASES) and not any(noise.fine for (_, layer, _), noise in plan.items() if layer > 0)
+    if coarse:
+        plan = {where: noise.without_fine() for where, noise in plan.items()}
+    up = twin(recipe, DType.f32 if coarse else DType.f64)
+    return up, RoundingNoise(plan, seed=seed, device=casts.device)
+
+
+def twin(recipe: Recipe, dtype: DType = DType.f64) -> Recipe:
+    """The recipe's code path in one wide format in its cheapest form: the same function, state carried, no chunk, tile.
 
     Chunks and the absorbed attention stay where a rule rounds inside them. Keys and values are otherwise expanded once:
     a value that is rounded again at every step is rounded to the same bits.
     """
-    up = recipe.at_precision(DType.f64)
     keep = {"chunk": _rounds_inside(recipe, CHUNK_SITES), "absorbed": _rounds_inside(recipe, LATENT_SITES)}
-    rules = {key: _plain(key, rule, keep) for key, rule in up.rules.items()}
-    exceptions = {at: _plain(at[0], rule, keep) for at, rule in up.exceptions.items()}
+    rules = {key: _plain(key, _in(rule, dtype), keep) for key, rule in recipe.rules.items()}
+    exceptions = {at: _plain(at[0], _in(rule, dtype), keep) for at, rule in recipe.exceptions.items()}
     latent = any(r.algorithm == "absorbed" for r in (*rules.values(), *exceptions.values()))
-    changed = replace(up, rules=rules, exceptions=exceptions, expanded_cache=not latent, fused_projections=False)
+    changed = replace(recipe, rules=rules, exceptions=exceptions, expanded_cache=not latent, fused_projections=False)
     return changed.with_execution(mode=Execution.incremental)
+
+
+def _in(rule: Rule, dtype: DType) -> Rule:
+    """The rule with every format set to `dtype`."""
+    names = ("input", "accum", "output", "storage")
+    return replace(rule, **{f: dtype for f in names if getattr(rule, f) is not None})
 
 
 def _rounds_inside(recipe: Recipe, sites: Sequence[str]) -> bool:

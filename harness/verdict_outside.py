@@ -13,18 +13,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from harness.calibration import Calibration, family
+from harness.calibration import ENVELOPE_P, Calibration, alone_logprobs
 from harness.engines.protocol import Scored
 from harness.envelope import F64_FLOOR, Envelope, envelope
-from harness.expected import ExpectedScore, expected_score
+from harness.expected import ExpectedScore, ends_at, expected_score
 from harness.forced_errors import Battery
 from harness.gaps import cannot_discriminate
 from harness.gate import GateResult
 from harness.golden_data import ENDED, Golden
 from harness.inspect import make_oracle
 from harness.judge import ALPHA, Evidence, divergences
-from harness.significance import Spread, next_run_p
-from harness.verdict import Finding, Verdict, conclude
+from harness.verdict import Finding, Verdict, conclude, end_findings
 from harness.verdict_semantics import LEAST, explained_by
 from variants.dtypes import DType
 from variants.recipe import Recipe, Semantics
@@ -63,7 +62,8 @@ def judge_outside(q: OutsideQuestion, gate: GateResult) -> Verdict:
     assert battery.watch is not None
     battery = replace(battery, watch=np.concatenate([battery.watch, chosen[..., None]], -1))
     own = envelope(q.declared, q.casts, battery, members=q.members, seed=q.seed)
-    expected = expected_score(q.declared, q.casts, q.golden, members=q.members, seed=q.seed)
+    stop = ends_at(q.golden, q.casts)
+    expected = expected_score(q.declared, q.casts, q.golden, members=q.members, seed=q.seed, stop_at=stop)
     found = divergences(_evidence(q, battery, own, chosen, margins))
     seen = _given(gate) if q.scored is None else _Lists.of(q.scored)
     logprobs, figures = _logprobs(q, q.declared, battery, own, seen)
@@ -72,7 +72,7 @@ def judge_outside(q: OutsideQuestion, gate: GateResult) -> Verdict:
         logprobs, figures = [*logprobs, *more], figures | rung
     noise = _noise(own)
     weak = cannot_discriminate(q.golden, noise)
-    findings = [*logprobs, *_score(expected, gate)]
+    findings = [*end_findings(gate.agreement), *logprobs, *_score(expected, gate)]
     last = "tokens" if q.scored is None else "forced_logprobs"
     return conclude(
         findings,
@@ -183,22 +183,16 @@ def _logprobs(
         return [], {}
 
     def level(given: np.ndarray) -> tuple[float, float]:
-        value, spread = _levels(own, given, places)
-        return value, float(spread.mean)
+        return _levels(own, given, places)
 
-    value, spread = _levels(own, deviations, places)
-    model = q.calibration.model(declared) if q.calibration and _known(q, declared) else None
-    last = None if model is None else Spread(
-        mean=model.mean[-1], variance=model.variance[-1], df=model.df[-1], count=model.count
-    )  # fmt: skip
-    p = float(next_run_p(value, spread, *([] if last is None else [last])))
-    excess = value - float(spread.mean)
+    value, mean = level(deviations)
+    p, excess = _logprob_p(q, declared, own, np.where(places[:, None], deviations, np.nan)), value - mean
     prefix = f"{at}_" if at else ""
     figures: dict[str, object] = {f"{prefix}logprob_excess": excess, f"{prefix}logprob_p": p}
     figures |= {f"{prefix}logprob_error": value, f"{prefix}logprob_places": int(places.sum())}
-    suspicious = p < ALPHA or excess > LEAST
+    suspicious = p < ENVELOPE_P or excess > LEAST
     why = explained_by(declared, q.casts, battery, own, deviations, level) if suspicious else None
-    if why is None and (p >= ALPHA or excess < EXCESS):
+    if why is None and (p >= ENVELOPE_P or excess < EXCESS):
         return [], figures
     where = f" in {at}" if at else ""
     reason = f"logprobs{where}: error e^{excess:+.2f} of the envelope of its recipe at {int(places.sum())} places"
@@ -215,20 +209,27 @@ def _rung(
     return _logprobs(q, raised, battery, own, seen, at=precision)
 
 
-def _levels(own: Envelope, deviations: np.ndarray, places: np.ndarray) -> tuple[float, Spread]:
-    """Both over the same tokens and without what a place's tokens share: how a server sums its softmax is no matter."""
+def _logprob_p(q: OutsideQuestion, declared: Recipe, own: Envelope, deviations: np.ndarray) -> float:
+    """How surprising the candidate's error is beside the members' over the same tokens."""
+    members = replace(own, deviations=_centred(np.where(np.isnan(deviations), np.nan, own.deviations)))
+    candidate = _centred(deviations)
+    if q.calibration is not None and q.calibration.covers(declared):
+        return float(q.calibration.judge_logprobs(declared, members, candidate).p[0])
+    return float(alone_logprobs(members, candidate).p[0])
+
+
+def _levels(own: Envelope, deviations: np.ndarray, places: np.ndarray) -> tuple[float, float]:
+    """The candidate's level and the members' mean over the same tokens, without what a place's tokens share: how a
+    server sums its softmax is no matter."""
     known = ~np.isnan(deviations[places])
     floor = F64_FLOOR * own.table.scale[own.head][places]
     members = np.where(known, own.deviations[:, places], np.nan)
-    return float(_level(_centred(deviations[places]), floor)), Spread.of(_level(_centred(members), floor))
+    return float(_level(_centred(deviations[places]), floor)), float(_level(_centred(members), floor).mean())
 
 
 def _centred(deviations: np.ndarray) -> np.ndarray:
-    return deviations - np.nanmean(deviations, -1, keepdims=True)
-
-
-def _known(q: OutsideQuestion, declared: Recipe) -> bool:
-    return q.calibration is not None and family(declared) in {b.family for b in q.calibration.benign}
+    known = (~np.isnan(deviations)).sum(-1, keepdims=True)
+    return deviations - np.nansum(deviations, -1, keepdims=True) / np.maximum(known, 1)
 
 
 def _level(deviations: np.ndarray, floor: np.ndarray) -> np.ndarray:

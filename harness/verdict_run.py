@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.calibration import Calibration, family
+from harness.calibration import ENVELOPE_P, Calibration, alone
 from harness.compose import groups, named_variant
 from harness.divergence import Cause, Divergence
 from harness.engines.local import LocalEngine
@@ -15,8 +15,8 @@ from harness.engines.protocol import Scored
 from harness.engines.transformers_candidate import TransformersCandidate
 from harness.engines.transformers_engine import TransformersEngine
 from harness.engines.transformers_steps import TransformersStepper
-from harness.envelope import F64_FLOOR, Envelope, envelope
-from harness.expected import ExpectedScore, expected_score
+from harness.envelope import CANDIDATE, F64_FLOOR, Envelope, envelope
+from harness.expected import ExpectedScore, ends_at, expected_score
 from harness.forced_errors import Battery
 from harness.forced_values import Candidate, ModelCandidate
 from harness.gaps import cannot_discriminate
@@ -24,12 +24,19 @@ from harness.gate import GateResult
 from harness.golden_data import ENDED, Golden
 from harness.hypotheses import Subject, explain
 from harness.inspect import Inspection, inspect_closely, inspect_library, inspect_local, make_oracle
-from harness.judge import ALPHA, CANDIDATE, Evidence, divergences
+from harness.judge import Evidence, divergences
 from harness.lockstep import Stepper
 from harness.oracle import Forced
 from harness.probes import Tap
-from harness.significance import holm
-from harness.verdict import Finding, Verdict, conclude, ladder_findings, non_finite_findings, replay_findings
+from harness.verdict import (
+    Finding,
+    Verdict,
+    conclude,
+    end_findings,
+    ladder_findings,
+    non_finite_findings,
+    replay_findings,
+)
 from variants.decode import Sequences
 from variants.recipe import Recipe, Semantics, resolve
 from variants.weights import Casts
@@ -75,8 +82,8 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
         return conclude(made, (), invalid=invalid, bar_met=None, config=config), scored
     own = _envelope(question, battery, chosen)
     reference = _reference(question, battery, chosen, own)
-    expected = expected_score(question.declared, question.casts, golden, members=question.members, seed=question.seed)
-    findings = [Finding(instrument="observed", reason=line) for line in contradictions]
+    expected = _expected(question)
+    findings = [Finding(instrument="observed", reason=line) for line in contradictions] + end_findings(gate.agreement)
     outside = _outside(question, own)
     found = divergences(_evidence(question, chosen, own, reference))
     findings += _inside(question, inspection) or _closer(question, inspection, _suspects(own, outside, found))
@@ -93,6 +100,11 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
         figures=_figures(question, own, expected, inspection, gate),
     )
     return verdict, scored
+
+
+def _expected(q: Question) -> ExpectedScore:
+    stop = ends_at(q.golden, q.casts)
+    return expected_score(q.declared, q.casts, q.golden, members=q.members, seed=q.seed, stop_at=stop)
 
 
 def _invalid(gate: GateResult, scored: Scored) -> str | None:
@@ -133,11 +145,16 @@ def _watch(battery: Battery) -> np.ndarray:
 
 
 def _reference(q: Question, battery: Battery, chosen: np.ndarray, own: Envelope) -> Envelope:
-    """The envelope of an engine like the golden's; the candidate's own where it is the same or nothing diverges."""
-    if q.reference.hash == q.declared.hash or not ((chosen != q.golden.tokens[0]) & (chosen != ENDED)).any():
+    """The envelope of an engine like the golden's, as far as each prompt's last divergence: it is asked there alone.
+
+    The candidate's own where it is the same or nothing diverges.
+    """
+    diverges = (chosen != q.golden.tokens[0]) & (chosen != ENDED)
+    if q.reference.hash == q.declared.hash or not diverges.any():
         return own
+    last = [int(np.flatnonzero(row).max(initial=-1)) + 1 for row in diverges]
     watched = replace(battery, watch=np.concatenate([_watch(battery), chosen[..., None]], -1))
-    return envelope(q.reference, q.casts, watched, members=q.members, seed=q.seed + 1)
+    return envelope(q.reference, q.casts, watched.cut(last), members=q.members, seed=q.seed + 1)
 
 
 def _inside(q: Question, inspection: Inspection) -> list[Finding]:
@@ -207,20 +224,16 @@ def _named(q: Question) -> dict[str, Recipe]:
 
 def _outside(q: Question, own: Envelope) -> list[Finding]:
     """An error beyond the envelope at a layer's output, corrected for the number of layers."""
-    known = q.calibration is not None and family(q.declared) in {b.family for b in q.calibration.benign}
-    model = q.calibration.model(q.declared) if q.calibration and known else None
     errors = own.table.parties[CANDIDATE].rms[0]
-    if model is not None:  # the calibration's last entry is for logprobs
-        model = replace(model, mean=model.mean[:-1], variance=model.variance[:-1], df=model.df[:-1])
-    p = holm(own.p_values(errors, model))
-    if p.min() >= ALPHA:
+    known = q.calibration is not None and q.calibration.covers(q.declared)
+    found = q.calibration.judge(q.declared, own, errors) if q.calibration and known else alone(own, errors)
+    if found.p.min() >= ENVELOPE_P:
         return []
     excess = own.excess(errors)
     jump = int(np.argmax(np.diff(excess, prepend=0.0)))  # where the error rises most, not where it is first seen
     site, layer = own.places[jump]
-    reason = (
-        f"layer {layer} output: error e^{excess[jump]:+.2f} of the envelope of its recipe, smallest p {p.min():.1e}"
-    )
+    size = f"error e^{excess[jump]:+.2f} of the envelope of its recipe, smallest p {found.p.min():.1e}"
+    reason = f"layer {layer} output: {size}"
     return [Finding(instrument="envelope", reason=reason, layer=layer if site == "mlp_residual" else None)]
 
 
@@ -264,4 +277,5 @@ def _figures(
         "noise_nats": _noise(own),
         "inspected": {"prompts": inspection.prompts, "tokens": inspection.tokens},
         "members": q.members,
+        "calibration": None if q.calibration is None else q.calibration.hash,
     }
