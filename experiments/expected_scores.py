@@ -22,7 +22,17 @@ from variants.weights import Casts
 OUT = "results/expected.csv"
 GOLDEN = "gate"
 MEMBERS = 8
-COLUMNS = ("variant", "matched", "mean", "low", "high", "total", "members", "golden_hash", "model_sha256")
+COLUMNS: tuple[str, ...] = (
+    "variant",
+    "matched",
+    "mean",
+    "low",
+    "high",
+    "total",
+    "members",
+    "golden_hash",
+    "model_sha256",
+)
 
 
 def names() -> list[str]:
@@ -37,10 +47,17 @@ def row(name: str, casts: Casts) -> dict[str, object]:
     engine = LocalEngine(casts, named_variant(name), name=name)
     found = expected_score(engine.recipe, casts, golden, members=MEMBERS).interval
     made = engine.generate(golden.prompts, golden.tokens.shape[2])
-    values = (score(golden, made).matched, f"{found.mean:.1f}", int(found.low), int(found.high))
-    return dict(
-        zip(COLUMNS, (name, *values, golden.tokens[0].size, MEMBERS, golden.hash, casts.checkpoint.sha256), strict=True)
-    )
+    return {
+        "variant": name,
+        "matched": score(golden, made).matched,
+        "mean": f"{found.mean:.1f}",
+        "low": int(found.low),
+        "high": int(found.high),
+        "total": golden.tokens[0].size,
+        "members": MEMBERS,
+        "golden_hash": golden.hash,
+        "model_sha256": casts.checkpoint.sha256,
+    }
 
 
 def main(out: str = OUT) -> None:
