@@ -11,9 +11,12 @@ FUNCTIONS = {
     "gemm_rows": "linear.gemm_rows",
     "gemm_columns": "linear.gemm_columns",
     "taps": "conv.taps",
+    "taps_fused": "conv.taps_fused",
     "conv1d": "conv.conv1d",
     "l2norm": "kda.l2norm",
+    "l2norm_fused": "kda.l2norm_fused",
     "softplus": "kda.decay_gate",
+    "softplus_fused": "kda.decay_gate_fused",
     "scale_before": "moe.weights_before",
     "scale_after": "moe.weights_after",
     "sum_loop": "moe.sum_loop",
@@ -45,7 +48,11 @@ SITE_FUNCTIONS = {
     },
     "q_latent": {"bmm": "mla.per_head", "bmm_rows": "mla.per_head_rows"},
     "o_latent": {"bmm": "mla.absorbed", "bmm_rows": "mla.absorbed_rows"},
-    "o_norm": {"sigmoid": "norm.gated_rms_norm", "sigmoid_lanes": "norm.gated_rms_norm"},
+    "o_norm": {
+        "sigmoid": "norm.gated_rms_norm",
+        "sigmoid_lanes": "norm.gated_rms_norm",
+        "sigmoid_fused": "norm.gated_rms_norm_fused",
+    },
 }
 
 # What each kernel implementation is at a site, or at every site of an algorithm; a swallowed site has none of its own.
@@ -98,5 +105,5 @@ def expected_function(site: str, rule: Rule) -> str:
         table = {} if rule.inside else KERNELS[rule.impl]
         return next((table[key] for key in (site, f"{site} {rule.algorithm}", algorithm) if key in table), "")
     if rule.algorithm.startswith("rms_norm"):
-        return "norm.rms_norm"
+        return "norm.rms_norm_fused" if rule.algorithm.startswith("rms_norm_fused") else "norm.rms_norm"
     return SITE_FUNCTIONS.get(site, FUNCTIONS).get(rule.algorithm, "")

@@ -142,7 +142,7 @@ def noise_plan(recipe: Recipe, casts: Casts, prompt: Sequence[int]) -> dict[Wher
     plan = {w: _noise_of(recipe, config, w, seen.rounded) for w in _wheres(config)}
     for where in plan:
         rule = recipe.rule(*where)
-        if where[0] == "decay_gate" and rule.accum is DType.f32 and plan[where]:
+        if rule.algorithm == "softplus" and rule.accum is DType.f32 and plan[where]:
             plan[where] = replace(plan[where], absolute=_one_plus(casts, recipe, where[1]))
     return _without_fine(plan)
 
@@ -167,7 +167,7 @@ def _noise_of(recipe: Recipe, config: ModelConfig, where: Where, rounded: set[Wh
         moved = (site, layer, run) in rounded and rule.output is not None
         core = recipe.rule("kda_core", layer, phase).accum if site == "kda_state" else DType.f64
         return PlaceNoise((rule.output,) if moved and rule.output else (), _internal(core, KDA_STATE_INTERNAL))
-    known = INTERNAL.get(rule.algorithm.removesuffix("_rows"), 0.0)
+    known = INTERNAL.get(rule.algorithm.removesuffix("_rows").removesuffix("_fused"), 0.0)
     if rule.algorithm.startswith("rms_norm"):
         known = INTERNAL["rms_norm"]
     if site == "mla_scores":

@@ -67,6 +67,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": NormAxes(rounding=NormRounding.twice)}, "norm.rounding=twice"),
     ({"norm": NormAxes(rounding=NormRounding.twice), "stream": Stream.bf16_in_place}, "norm.rounding=twice"),
     ({"batch_invariant": True, "fused_projections": True}, "fused_projections=true"),
+    ({"batch_invariant": True, "fused_elementwise": True}, "fused_elementwise=true"),
     ({"batch_invariant": True, "mla": tiled(tile_q=64)}, "mla.tile_q=64"),
     ({"batch_invariant": True, "mla": NARROW}, "batch_invariant=true with mla.prefill=dense_bf16"),
     ({"batch_invariant": True, "mla": MlaAxes(decode=MlaCore.sdpa), "execution": CARRIED},

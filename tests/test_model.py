@@ -82,6 +82,7 @@ MANY = {
     "sdpa": replace(F64, mla=mla(MlaCore.sdpa)),
     "expanded cache": replace(F64, mla=replace(F64.mla, cache=KvCache.expanded)),
     "joined projections": replace(F64, fused_projections=True),
+    "fused elementwise": replace(F64, fused_elementwise=True),
     "grouped experts": replace(F64, moe=MoeAxes(router=Router.f64, experts=Experts.grouped)),
     "scaled before": replace(F64, moe=MoeAxes(router=Router.f64, router_scale=RouterScale.before)),
     "batch-invariant": replace(F64, batch_invariant=True),

@@ -209,6 +209,7 @@ DIFFERENT = {
     "a function": plain(Stream.f32, Gemm.f32, kda=KdaCore.recurrent_gemv),
     "an order of rows": plain(Stream.f32, Gemm.f32, batch_invariant=True),
     "joined projections": replace(F32, fused_projections=True),
+    "fused elementwise": replace(F32, fused_elementwise=True),
     "rows together": replace(F32, execution=replace(F32.execution, batch=2)),
     "pieces": replace(F32, execution=replace(F32.execution, prefill_piece=4)),
 }

@@ -7,7 +7,7 @@ import torch
 from tiny import relative
 from torch import Tensor
 
-from variants.ops.conv import CONV, next_state, taps
+from variants.ops.conv import CONV, next_state, taps, taps_fused
 
 Conv = Callable[[Tensor, Tensor], Tensor]
 SHAPES = [(1, 1, 1, 1), (2, 1, 5, 4), (1, 7, 3, 4), (3, 13, 2, 3), (2, 5, 7, 2)]  # B, T, C, W
@@ -111,3 +111,11 @@ def test_pieces_of_a_sequence_give_the_bits_of_the_whole(name: str, dtype: torch
         out.append(CONV[name](piece, weight))
         carried, start = next_state(piece, [n, n], 3), start + n
     assert torch.equal(torch.cat(out, 1), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_single_token_summed_at_once_has_the_bits_of_tap_after_tap(dtype: torch.dtype) -> None:
+    """On the host, for two channels or more: the library adds the taps in order, oldest first."""
+    for b, c, w in ((1, 2, 4), (3, 5, 2), (2, 768, 4), (1, 67, 1)):
+        window, weight = drawn(b, w, c, seed=c).to(dtype), drawn(c, w, seed=w).to(dtype)
+        assert torch.equal(taps_fused(window, weight), taps(window, weight))

@@ -23,11 +23,15 @@ def defined_gate(f: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     return out
 
 
+def gate(f: Tensor, a_log: Tensor, dt_bias: Tensor, *, form: str = "softplus") -> Tensor:
+    return kda.GATES[form](f, kda.decay_rate(a_log), dt_bias)
+
+
 GATE_MUTANTS: dict[str, Callable[..., Tensor]] = {
-    "bias of the head's first channel": lambda f, a, d: kda.decay_gate(f, a, d[:, :1].expand_as(d)),
-    "bias left out": lambda f, a, d: kda.decay_gate(f, a, torch.zeros_like(d)),
+    "bias of the head's first channel": lambda f, a, d: gate(f, a, d[:, :1].expand_as(d)),
+    "bias left out": lambda f, a, d: gate(f, a, torch.zeros_like(d)),
     "A for exp(A)": lambda f, a, d: -a * torch.nn.functional.softplus(f + d),
-    "sign": lambda f, a, d: -kda.decay_gate(f, a, d),
+    "sign": lambda f, a, d: -gate(f, a, d),
     "sigmoid for softplus": lambda f, a, d: -a.exp() * torch.sigmoid(f + d),
 }
 
@@ -38,10 +42,11 @@ def gate_inputs(h: int = 2, k: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     return f, torch.randn(h, 1, generator=random, dtype=F64), torch.randn(h, k, generator=random, dtype=F64) * 3
 
 
-def test_the_decay_gate_is_its_definition() -> None:
+@pytest.mark.parametrize("form", kda.GATES)
+def test_the_decay_gate_is_its_definition(form: str) -> None:
     """Per channel bias, per head A, softplus; to the rounding of float64 and always at or below zero."""
     f, a_log, dt_bias = gate_inputs()
-    got = kda.decay_gate(f, a_log, dt_bias)
+    got = gate(f, a_log, dt_bias, form=form)
     assert relative(got, defined_gate(f, a_log, dt_bias)) < 1e-14
     assert bool((got <= 0).all())
 
@@ -59,26 +64,34 @@ def test_a_bias_read_per_head_is_only_seen_with_a_bias_that_varies_in_the_head()
     f = f / 8
     per_head = GATE_MUTANTS["bias of the head's first channel"]
     constant = dt_bias[:, :1].expand_as(dt_bias)
-    assert torch.equal(per_head(f, a_log, constant), kda.decay_gate(f, a_log, constant))
-    assert relative(per_head(f, a_log, dt_bias), kda.decay_gate(f, a_log, dt_bias)) > 0.1
+    assert torch.equal(per_head(f, a_log, constant), gate(f, a_log, constant))
+    assert relative(per_head(f, a_log, dt_bias), gate(f, a_log, dt_bias)) > 0.1
 
 
 def test_the_gate_is_the_softplus_form_not_the_bounded_sigmoid() -> None:
     """exp(A_log) = 2, z = -6 to 6: clamped at -5 these are the figures of the softplus form, not of the bounded one."""
     z = torch.tensor([-6.0, -2, 0, 2, 6], dtype=F64).view(1, 5, 1, 1)
-    gate = kda.decay_gate(z, torch.full((1, 1), math.log(2), dtype=F64), torch.zeros(1, 1, dtype=F64)).flatten()
-    assert gate.clamp_min(-5).tolist() == pytest.approx([-0.0050, -0.2539, -1.386, -4.254, -5.0], abs=5e-4)
+    found = gate(z, torch.full((1, 1), math.log(2), dtype=F64), torch.zeros(1, 1, dtype=F64)).flatten()
+    assert found.clamp_min(-5).tolist() == pytest.approx([-0.0050, -0.2539, -1.386, -4.254, -5.0], abs=5e-4)
     bounded = (-5 * torch.sigmoid(2 * z)).flatten()
     assert bounded.tolist() == pytest.approx([-0.00003, -0.0899, -2.5, -4.910, -5.0], abs=5e-4)
-    assert float((gate - bounded).abs().max()) > 1
+    assert float((found - bounded).abs().max()) > 1
 
 
+def test_the_librarys_softplus_keeps_what_a_sum_with_one_loses() -> None:
+    """At f = -20 in float32 the gate step by step is zero, the fused one exp(-20) to rounding."""
+    f, zero = torch.full((1, 1, 1, 1), -20.0), torch.zeros(1, 1)
+    assert float(gate(f, zero, zero)) == 0
+    assert float(gate(f, zero, zero, form="softplus_fused")) == pytest.approx(-math.exp(-20), rel=1e-6)
+
+
+@pytest.mark.parametrize("form", kda.L2NORM)
 @pytest.mark.parametrize(("norm", "expected"), [(1.0, 1.0), (1e-3, 0.7071), (1e-4, 0.0995), (0.0, 0.0)])
-def test_l2_norm_has_its_eps_inside_the_root_and_on_the_sum(norm: float, expected: float) -> None:
+def test_l2_norm_has_its_eps_inside_the_root_and_on_the_sum(norm: float, expected: float, form: str) -> None:
     """A 128-vector of norm 1, 1e-3, 1e-4 comes out with norm 1, 0.7071, 0.0995; a zero vector stays zero."""
     x = torch.randn(128, generator=torch.Generator().manual_seed(0), dtype=F64)
     x = x / x.norm() * norm
-    assert float(kda.l2norm(x).norm()) == pytest.approx(expected, abs=5e-5)
+    assert float(kda.L2NORM[form](x).norm()) == pytest.approx(expected, abs=5e-5)
 
 
 def test_other_l2_norms_agree_on_normal_vectors_and_not_on_small_ones() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.config import DeviceChoice
 from harness.numerics import policy
 from variants.dtypes import DType, round_to
-from variants.ops.norm import SIGMOID, SILU, gated_rms_norm, rms_norm, sigmoid_lanes, silu_lanes
+from variants.ops.norm import GATED, SIGMOID, SILU, gated_rms_norm, rms_norm, rms_norm_fused, sigmoid_lanes, silu_lanes
 
 SHAPES = [(1, 1), (1, 7), (3, 5, 16), (2, 1, 13), (2, 4, 3, 31)]
 EPS = 1e-3
@@ -66,14 +66,16 @@ GATED_MUTANTS: dict[str, Gated] = {
 }
 
 
-def test_rms_norm_is_its_definition() -> None:
+@pytest.mark.parametrize("norm", [rms_norm, rms_norm_fused])
+def test_rms_norm_is_its_definition(norm: Norm) -> None:
     """To the rounding of float64, at every shape."""
-    assert worst(rms_norm) < 1e-15
+    assert worst(norm) < 1e-15
 
 
-def test_gated_rms_norm_is_its_definition() -> None:
+@pytest.mark.parametrize("name", GATED)
+def test_gated_rms_norm_is_its_definition(name: str) -> None:
     """The sigmoid opens the normalised and weighted value, after the norm."""
-    assert worst_gated(lambda x, w, g, e: gated_rms_norm(x, w, torch.sigmoid(g), eps=e)) < 1e-15
+    assert worst_gated(lambda x, w, g, e: GATED[name](x, w, SIGMOID[name](g), eps=e)) < 1e-15
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -88,21 +90,23 @@ def test_a_wrong_gated_norm_is_seen(mutant: str) -> None:
     assert worst_gated(GATED_MUTANTS[mutant]) > 1e-3
 
 
-def test_variance_and_value_may_come_from_two_tensors() -> None:
+@pytest.mark.parametrize("norm", [rms_norm, rms_norm_fused])
+def test_variance_and_value_may_come_from_two_tensors(norm: Callable[..., Tensor]) -> None:
     """With `value`, the variance is of x and what is normalised is `value`: the store may lie between them."""
     x, w = drawn(3, 5, 16), drawn(16, seed=1)
     value = round_to(x, DType.bf16)
-    got = rms_norm(x, w, EPS, value=value)
+    got = norm(x, w, EPS, value=value)
     assert relative(got, defined(x, w, EPS) / x * value) < 1e-14
     assert relative(got, defined(x, w, EPS)) > 1e-4
     assert relative(got, defined(value, w, EPS)) > 1e-6
 
 
-def test_the_rounding_between_is_before_the_weight() -> None:
+@pytest.mark.parametrize("norm", [rms_norm, rms_norm_fused])
+def test_the_rounding_between_is_before_the_weight(norm: Callable[..., Tensor]) -> None:
     """`between` rounds the normalised value once, and the product with the weight is not rounded."""
     x, w = drawn(2, 9), drawn(9, seed=1)
-    got = rms_norm(x, w, EPS, between=lambda y: round_to(y, DType.bf16))
-    assert torch.equal(got, w * round_to(rms_norm(x, torch.ones(9, dtype=torch.float64), EPS), DType.bf16))
+    got = norm(x, w, EPS, between=lambda y: round_to(y, DType.bf16))
+    assert torch.equal(got, w * round_to(norm(x, torch.ones(9, dtype=torch.float64), EPS), DType.bf16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -109,6 +109,17 @@ def test_a_difference_is_a_row_for_each_field() -> None:
     assert {(r["a"], r["b"]) for r in rows} == {("f32", "bf16")}
 
 
+def test_fused_elementwise_names_every_site_that_it_changes() -> None:
+    """The algorithm alone, at the norms, the convolution, the L2 norms and the decay gate, and no product."""
+    rows = difference(recipe(F32), recipe(replace(F32, fused_elementwise=True)))
+    assert {r["site"] for r in rows} == {
+        "input_norm", "post_attn_norm", "final_norm", "kv_a_norm", "o_norm", "conv_sum", "decay_gate",
+        *(f"{s}.{phase}" for s in ("q_l2norm", "k_l2norm") for phase in ("prefill", "decode")),
+    }  # fmt: skip
+    assert {r["field"] for r in rows} == {"algorithm"}
+    assert all("_fused" in str(r["b"]) for r in rows)
+
+
 def test_what_is_not_arithmetic_is_a_difference_too() -> None:
     """Parameters rounded on load, another eps and another execution stand beside the sites and change the hash."""
     changed = [

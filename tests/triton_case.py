@@ -53,7 +53,7 @@ class DeltaCase:
     def prepared(self) -> tuple[Tensor, ...]:
         """q (normalised and scaled), k, v, g, beta and state in float64 on the CPU."""
         q, k, v, f, beta, a_log, dt_bias, state = (x.double().cpu() for x in vars(self).values())
-        g = kda.decay_gate(f, a_log, dt_bias)
+        g = kda.decay_gate(f, kda.decay_rate(a_log), dt_bias)
         return kda.l2norm(q) * self.scale, kda.l2norm(k), v, g, beta.sigmoid(), state
 
     def reference(self) -> tuple[Tensor, Tensor]:

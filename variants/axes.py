@@ -293,7 +293,10 @@ class SiteOverride:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A full choice of arithmetic; see `variants.recipe.resolve` for what it binds at each site."""
+    """A full choice of arithmetic; see `variants.recipe.resolve` for what it binds at each site.
+
+    fused_elementwise: norms, decay gate and convolution in as few calls of the library as they have.
+    """
 
     stream: Stream = Stream.f32
     gemm: Gemm = Gemm.bf16_f32out
@@ -301,6 +304,7 @@ class Variant:
     fused_projections: bool = False
     fused_gate_up: bool = False
     reduced_sums: bool = False
+    fused_elementwise: bool = False
     weights_by_column: bool = False
     tf32: bool = False
     norm: NormAxes = field(default_factory=NormAxes)

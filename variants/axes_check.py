@@ -96,6 +96,7 @@ def _batch_invariant(v: Variant) -> Iterator[Refusal]:
     if not v.batch_invariant:
         return
     yield v.fused_projections, "fused_projections=true", "batch_invariant names one order for each product"
+    yield v.fused_elementwise, "fused_elementwise=true", "batch_invariant minds each element's place"
     yield v.mla.tile_q != 128, f"mla.tile_q={v.mla.tile_q}", "batch_invariant runs each query alone"
     for name, core in (("mla.prefill", v.mla.prefill), ("mla.decode", v.mla.decode)):
         yield core in NO_ROWS, f"batch_invariant=true with {name}={core.name}", "that core has no row-by-row form"

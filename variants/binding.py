@@ -90,10 +90,11 @@ class Binder:
         rounding = [self.maybe(site, _made(rule)) for site in names]
 
         def joined(x: Tensor) -> tuple[Tensor, ...]:
-            parts = multiply(operand(x), weight).split(sizes, -1)
-            return tuple(p if r is None else r(p) for p, r in zip(parts, rounding, strict=True))
+            return multiply(operand(x), weight).split_with_sizes(sizes, -1)
 
-        return joined
+        if not any(rounding):
+            return joined
+        return lambda x: tuple(p if r is None else r(p) for p, r in zip(joined(x), rounding, strict=True))
 
     def _multiply(self, site: str) -> Callable[[Tensor, Tensor], Tensor]:
         bind = self.kernel("router" if site == "router" else "linear", site)
@@ -120,7 +121,8 @@ def _operand(rule: Rule, held: DType) -> RoundAt:
         return lambda x: x if x.dtype == held.torch else store_as(x, held)
     accum, narrow = rule.accum, rule.input
     if narrow is None or narrow.precision >= accum.precision:
-        return lambda x: pinned(x, accum)
+        dtype = accum.torch
+        return lambda x: x if x.dtype == dtype else x.to(dtype)
     return lambda x: pinned(x if x.dtype == narrow.torch else round_to(x, narrow), accum)
 
 

@@ -11,7 +11,7 @@ from variants.binding import Binder
 from variants.dtypes import store_as
 from variants.ops import kda, mla
 from variants.ops.conv import CONV, next_state
-from variants.ops.norm import SIGMOID, SILU, gated_rms_norm, rms_norm
+from variants.ops.norm import GATED, SIGMOID, SILU, norm_of
 from variants.rounding import pinned
 from variants.sites import CHUNK_SITES
 from variants.state import State, append, carried_keys, put
@@ -28,7 +28,8 @@ class Norm:
         bind = b.kernel("rms_norm", site)
         self.normalize = self._normalize if bind is None else bind(b, site, self.weight, eps)
         self.between = self.round if rule.algorithm.endswith("_twice") else None
-        self.source = rule.algorithm.removeprefix("rms_norm_").removesuffix("_twice")
+        self.norm = norm_of(rule.algorithm)
+        self.source = rule.algorithm.removesuffix("_twice").rpartition("norm_")[2].removeprefix("fused_")
         store = rule.storage
         if self.between is not None and store is not None:
             self.between = lambda y: store_as(y, store)
@@ -39,7 +40,7 @@ class Norm:
     def _normalize(self, stored: Tensor, unrounded: Tensor) -> Tensor:
         variance_of = stored if self.source == "stored" else unrounded
         value = pinned(stored, self.accum) if self.source == "mixed" else None
-        return rms_norm(pinned(variance_of, self.accum), self.weight, self.eps, value=value, between=self.between)
+        return self.norm(pinned(variance_of, self.accum), self.weight, self.eps, value=value, between=self.between)
 
 
 class Residual:
@@ -71,6 +72,7 @@ class KdaBlock:
         self._bind_gates(b)
         self._bind_core(b)
         self.o_norm_weight = b.parameter("self_attn.o_norm.weight", "o_norm")
+        self.norm = GATED[b.rule("o_norm").algorithm]
         self.norm_accum, self.round_o = b.rule("o_norm").accum, b.at("o_norm")
         bind = b.kernel("gated_rms_norm", "o_norm")
         self.gated_norm = self._gated_norm if bind is None else bind(b, self.o_norm_weight, self.eps)
@@ -90,7 +92,9 @@ class KdaBlock:
     def _bind_gates(self, b: Binder) -> None:
         self.gate_accum, self.beta_accum = b.rule("decay_gate").accum, b.rule("beta").accum
         self.beta_sigmoid, self.gate_sigmoid = SIGMOID[b.rule("beta").algorithm], SIGMOID[b.rule("o_norm").algorithm]
+        self.gate = kda.GATES[b.rule("decay_gate").algorithm]
         self.a_log = b.parameter("self_attn.A_log", "decay_gate").reshape(-1, 1)
+        self.rate = kda.decay_rate(self.a_log)
         self.dt_bias = b.parameter("self_attn.dt_bias", "decay_gate").reshape(self.heads, self.k_dim)
         self.round_g, self.round_beta = b.at("decay_gate", self.gate_accum), b.at("beta", self.beta_accum)
 
@@ -101,7 +105,7 @@ class KdaBlock:
         if "chunk_size" in self.options:
             self.options["at"] = b.hooks(*CHUNK_SITES)  # pyright: ignore[reportArgumentType]
         self.island = rule.algorithm in kda.ISLANDS
-        self.norm_dtype = b.rule("q_l2norm").accum
+        self.l2norm, self.norm_dtype = kda.L2NORM[b.rule("q_l2norm").algorithm], b.rule("q_l2norm").accum
         self.l2_eps = b.recipe.semantics.l2_eps or kda.L2_EPS
         self.round_q, self.round_k, self.round_v = b.at("q_l2norm"), b.at("k_l2norm"), b.at("kda_v")
         self.round_core, self.round_carry = b.at("kda_core", self.accum), b.at("kda_state")
@@ -122,7 +126,7 @@ class KdaBlock:
 
     def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         gate = self.gate_sigmoid(pinned(gate, self.norm_accum))
-        return gated_rms_norm(pinned(o, self.norm_accum), self.o_norm_weight, gate, eps=self.eps)
+        return self.norm(pinned(o, self.norm_accum), self.o_norm_weight, gate, eps=self.eps)
 
     def _short_conv(self, raw: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
         """q and k as [B, T, 2 H, K] and v [B, T, H, V], after convolution and SiLU."""
@@ -141,13 +145,13 @@ class KdaBlock:
         if "decay_gate" in self.raw:
             return f.unflatten(-1, (self.heads, self.k_dim))
         f = pinned(f, self.gate_accum).unflatten(-1, (self.heads, self.k_dim))
-        return self.round_g(kda.decay_gate(f, self.a_log, self.dt_bias))
+        return self.round_g(self.gate(f, self.rate, self.dt_bias))
 
     def _normalized(self, qk: Tensor) -> tuple[Tensor, Tensor]:
         if "q_l2norm" in self.raw:
             q, k = qk.chunk(2, 2)
             return q, k
-        q, k = kda.l2norm(pinned(qk, self.norm_dtype), eps=self.l2_eps).chunk(2, 2)
+        q, k = self.l2norm(pinned(qk, self.norm_dtype), eps=self.l2_eps).chunk(2, 2)
         return self.round_q(q), self.round_k(k)
 
     def _delta_rule(
@@ -178,6 +182,7 @@ class MlaBlock:
         self.operand = b.at("attn_in")
         self.project = b.linears(mla_q_proj="self_attn.q_proj", kv_a_proj="self_attn.kv_a_proj_with_mqa")
         self.norm_rule = b.rule("kv_a_norm")
+        self.norm = norm_of(self.norm_rule.algorithm)
         bind = b.kernel("rms_norm", "kv_a_norm")
         self.norm_weight = b.parameter("self_attn.kv_a_layernorm.weight", "kv_a_norm")
         self.eps = b.recipe.semantics.kv_eps or c.rms_norm_eps

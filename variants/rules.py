@@ -103,6 +103,15 @@ class Formats:
         """The elementwise function itself, or the one whose bits do not depend on an element's place."""
         return f"{algorithm}_lanes" if self.variant.batch_invariant else algorithm
 
+    def fused(self, algorithm: str) -> str:
+        """The function step by step, or in as few calls of the library as it has."""
+        return f"{algorithm}_fused" if self.variant.fused_elementwise else algorithm
+
+    def norm(self, *variance: str) -> str:
+        """RMSNorm: how it is computed, which sum its variance sees, and whether it is rounded twice."""
+        twice = ("twice",) if self.variant.norm.rounding is NormRounding.twice else ()
+        return "_".join((self.fused("rms_norm"), *variance, *twice))
+
     def stored(self, store: Store, computed: DType | None = None) -> DType | None:
         return computed if store is Store.keep else DType[store.name]
 
@@ -127,15 +136,13 @@ def _out(dtype: DType | None, accum: DType, **more: object) -> Rule:
 
 def _stream_rules(f: Formats) -> dict[str, Rule]:
     values, storage = STREAM[f.variant.stream]
-    norm = f.variant.norm
-    twice = "_twice" if norm.rounding is NormRounding.twice else ""
     add = Rule(accum=f.compute, output=values, storage=storage, algorithm="add")
-    fused = _out(f.normed, f.compute, algorithm=f"rms_norm_{norm.variance.name}{twice}")
+    norm = _out(f.normed, f.compute, algorithm=f.norm(f.variant.norm.variance.name))
     return {
         "embed": Rule(accum=values, output=values, storage=storage, algorithm="gather"),
-        "input_norm": fused,
+        "input_norm": norm,
         "attn_residual": add,
-        "post_attn_norm": fused,
+        "post_attn_norm": norm,
         "mlp_residual": add,
     }
 
@@ -165,23 +172,24 @@ def _block_output(f: Formats) -> Rule:
 
 def _kda_rules(f: Formats) -> dict[str, Rule]:
     kda, e = f.variant.kda, f.variant.elementwise
-    taps = "taps" if e.conv is Order.once else "conv1d"
+    taps = f.fused("taps") if e.conv is Order.once else "conv1d"
     inputs = f.stored(kda.inputs)
+    l2norm = _out(inputs, f.compute, algorithm=f.fused("l2norm"))
     return {
         "conv_state": _out(f.stored(kda.conv_state), f.compute, algorithm="copy"),
         "conv_sum": _out(None, f.compute, algorithm=taps)
         if e.conv is Order.once
         else _out(f.activation, f.activation, algorithm=taps),
         "short_conv": _out(f.activation, f.compute, algorithm=f.lanes("silu")),
-        **{f"{s}.{p}": _out(inputs, f.compute, algorithm="l2norm") for s in ("q_l2norm", "k_l2norm") for p in _PHASES},
+        **{f"{s}.{p}": l2norm for s in ("q_l2norm", "k_l2norm") for p in _PHASES},
         "kda_v": _out(inputs, f.compute, algorithm="copy"),
-        "decay_gate": _out(f.compute, f.compute, algorithm="softplus"),
+        "decay_gate": _out(f.compute, f.compute, algorithm=f.fused("softplus")),
         "beta": _out(f.stored(e.beta, f.compute), f.compute, algorithm=f.lanes("sigmoid")),
         **{s: _out(None, f.compute, algorithm="chunk_inner") for s in CHUNK_SITES},
         "kda_core.prefill": _kda_core(f, kda.prefill),
         "kda_core.decode": _kda_core(f, kda.decode),
         "kda_state": _out(f.stored(kda.state), f.compute, algorithm="copy"),
-        "o_norm": _out(f.activation, f.compute, algorithm=f.lanes("sigmoid")),
+        "o_norm": _out(f.activation, f.compute, algorithm=f.fused(f.lanes("sigmoid"))),
     }
 
 
@@ -203,7 +211,7 @@ def _mla_rules(f: Formats) -> dict[str, Rule]:
     cores = (("prefill", mla.prefill), ("decode", mla.decode))
     bmm = "bmm_rows" if f.variant.batch_invariant else "bmm"
     return {
-        "kv_a_norm": _out(f.activation, f.compute, algorithm=_kv_norm(f)),
+        "kv_a_norm": _out(f.activation, f.compute, algorithm=f.norm()),
         "kv_cache": _out(f.stored(mla.kv_cache), f.compute, algorithm="copy"),
         **{s: _out(inputs, f.compute, algorithm="copy") for s in ("mla_q", "mla_k", "mla_v")},
         "q_latent": _out(narrow, f.gemm[1], algorithm=bmm),
@@ -220,10 +228,6 @@ def _softmax(f: Formats, core: MlaCore) -> Rule:
     accum = MLA_ACCUM[core] or f.compute
     output = accum if accum.precision < DType.f32.precision else f.stored(f.variant.mla.probs)
     return _out(output, widest(accum, DType.f32), algorithm="softmax")
-
-
-def _kv_norm(f: Formats) -> str:
-    return "rms_norm_twice" if f.variant.norm.rounding is NormRounding.twice else "rms_norm"
 
 
 def _mla_core(f: Formats, core: MlaCore) -> Rule:
@@ -283,10 +287,8 @@ def _head_rules(f: Formats) -> dict[str, Rule]:
     assert output is not None
     if output.precision > accum.precision:  # wider logits than the library's narrow product: sum and keep float32
         accum = output
-    norm = f.variant.norm
-    twice = "_twice" if norm.rounding is NormRounding.twice else ""
     return {
-        "final_norm": _out(f.normed, f.compute, algorithm=f"rms_norm_{norm.variance.name}{twice}"),
+        "final_norm": _out(f.normed, f.compute, algorithm=f.norm(f.variant.norm.variance.name)),
         "lm_head_in": _operand(f),
         "lm_head": Rule(input=operand, accum=accum, output=output, storage=output, algorithm=f.product),
     }

@@ -19,6 +19,13 @@ def taps(window: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def taps_fused(window: Tensor, weight: Tensor) -> Tensor:
+    """As `taps`; of a single token the products are made at once and summed over the taps by the library."""
+    if window.shape[1] > weight.shape[-1]:
+        return taps(window, weight)
+    return (window * weight.t()).sum(1, keepdim=True)
+
+
 def conv1d(window: Tensor, weight: Tensor) -> Tensor:
     """As `taps`, by the library's grouped convolution in the dtype of the operands."""
     out = F.conv1d(window.transpose(1, 2), weight.unsqueeze(1), groups=weight.shape[0])
@@ -32,4 +39,4 @@ def next_state(window: Tensor, lengths: list[int], keep: int) -> Tensor:
     return torch.stack([row[n : n + keep] for row, n in zip(window, lengths, strict=True)])
 
 
-CONV = {"taps": taps, "conv1d": conv1d}
+CONV = {"taps": taps, "taps_fused": taps_fused, "conv1d": conv1d}

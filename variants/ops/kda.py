@@ -7,26 +7,43 @@ other precision. Dimensions: B batch, T tokens, H heads, K key and V value width
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from variants.ops.norm import constant
 
 SOFTPLUS_LINEAR_ABOVE = 20.0
 L2_EPS = 1e-6
 Hooks = Mapping[str, Callable[[Tensor], Tensor]]
 
 
-def decay_gate(f: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """Log-decay per key channel: -exp(A_log) * softplus(f + dt_bias), always at or below zero.
+def decay_rate(a_log: Tensor) -> Tensor:
+    """-exp(A_log), of any shape: what a head's softplus is multiplied by, the same at every token."""
+    return -torch.exp(a_log)
 
-    f [B, T, H, K]; a_log [H, 1]; dt_bias [H, K], one value a channel. softplus(x) is x above 20.
+
+def decay_gate(f: Tensor, rate: Tensor, dt_bias: Tensor) -> Tensor:
+    """Log-decay per key channel: rate * softplus(f + dt_bias), always at or below zero.
+
+    f [B, T, H, K]; rate [H, 1] (`decay_rate`); dt_bias [H, K], one value a channel. softplus(x) is x above 20.
     """
     x = f + dt_bias
-    soft = torch.where(x > SOFTPLUS_LINEAR_ABOVE, x, torch.log(1.0 + torch.exp(x)))
-    return -torch.exp(a_log) * soft
+    return rate * torch.where(x > SOFTPLUS_LINEAR_ABOVE, x, torch.log(1.0 + torch.exp(x)))
+
+
+def decay_gate_fused(f: Tensor, rate: Tensor, dt_bias: Tensor) -> Tensor:
+    """As `decay_gate` by the library's softplus, which takes log1p and so keeps what a sum with 1 loses."""
+    return rate * F.softplus(f + dt_bias, threshold=SOFTPLUS_LINEAR_ABOVE)
 
 
 def l2norm(x: Tensor, *, eps: float = L2_EPS) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension: eps is inside the root and on the sum, not on the mean."""
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+def l2norm_fused(x: Tensor, *, eps: float = L2_EPS) -> Tensor:
+    """As `l2norm`, multiplied by the reciprocal root."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + constant(eps, x.dtype, x.device))
 
 
 def recurrent(
@@ -60,12 +77,14 @@ def recurrent_gemv(
     overlap = (q * k).sum(-1, keepdim=True)
     flat = state.reshape(-1, *shape[2:])
     out = []
-    for t in range(q.shape[1]):
-        seen = torch.bmm(rows[:, t].reshape(-1, 2, shape[2]), flat).view(*shape[:2], 2, shape[3])
-        error = (v[:, t] - seen[:, :, 0]) * beta[:, t].unsqueeze(-1)
-        out.append(torch.addcmul(seen[:, :, 1], overlap[:, t], error))
-        update = k[:, t].reshape(-1, shape[2], 1), error.reshape(-1, 1, shape[3])
-        flat = torch.addcmul(flat * decay[:, t].reshape(-1, shape[2], 1), *update)
+    steps = (x.unbind(1) for x in (rows, k, v, decay, overlap, beta))
+    for row, key, value, fade, share, strength in zip(*steps, strict=True):
+        seen = torch.bmm(row.reshape(-1, 2, shape[2]), flat).view(*shape[:2], 2, shape[3])
+        predicted, read = seen.unbind(2)
+        error = (value - predicted) * strength.unsqueeze(-1)
+        out.append(torch.addcmul(read, share, error))
+        flat = flat * fade.reshape(-1, shape[2], 1)
+        flat.addcmul_(key.reshape(-1, shape[2], 1), error.reshape(-1, 1, shape[3]))
     return torch.stack(out, 1), flat.view(shape)
 
 
@@ -146,6 +165,8 @@ def _at(at: Hooks, site: str, x: Tensor) -> Tensor:
     return at[site](x).to(x.dtype) if site in at else x
 
 
+GATES = {"softplus": decay_gate, "softplus_fused": decay_gate_fused}
+L2NORM = {"l2norm": l2norm, "l2norm_fused": l2norm_fused}
 CORES = {
     "island_f64": recurrent,
     "island_f32": recurrent,
