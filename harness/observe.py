@@ -110,6 +110,11 @@ class _Dispatched(TorchDispatchMode):
         self.launches: set[str] = set()
         self.sequence = hashlib.sha256()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled: torch's guard against it would import the whole compiler, over a second."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
@@ -148,11 +153,10 @@ def _calling_op() -> str | None:
     """The outermost function of variants.ops on the stack: the implementation that a layer dispatched to."""
     frame, found = sys._getframe(1), None
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(OPS) and not frame.f_code.co_name.startswith("<"):
-            found = f"{module.rsplit('.', 1)[-1]}.{frame.f_code.co_name}"
+        if frame.f_globals.get("__name__", "").startswith(OPS) and not frame.f_code.co_name.startswith("<"):
+            found = frame
         frame = frame.f_back
-    return found
+    return found and f"{found.f_globals['__name__'].rsplit('.', 1)[-1]}.{found.f_code.co_name}"
 
 
 class ObserveProbe:
@@ -187,8 +191,9 @@ class ObserveProbe:
         place.arrives.add(dtype_of(x).name)
         place.leaves.add(dtype_of(y).name)
         if x.numel() >= MIN_ELEMENTS and bool((x != 0).any()):
-            place.arriving_values.add(narrowest_holding(x).name)
-            place.values.add(narrowest_holding(y).name)
+            arriving = narrowest_holding(x).name
+            place.arriving_values.add(arriving)
+            place.values.add(arriving if y is x else narrowest_holding(y).name)
         place.devices.add(y.device.type)
 
 

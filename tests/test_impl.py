@@ -261,6 +261,7 @@ REFUSED: list[tuple[Variant, str, str]] = [
     (replace(BF16, norm=NormAxes(variance=NormVariance.mixed)), "norms=triton", "set norm.variance=stored"),
     (replace(BF16, norm=NormAxes(rounding=NormRounding.twice)), "norms=fla", "set norm.rounding=once"),
     (replace(F32, weights_by_column=True), "linear=triton", "weights_by_column"),
+    *((replace(F32, fused_elementwise=True), f"{x}=triton", "fused_elementwise") for x in ("norms", "conv", "kda")),
     (replace(F32, gemm=Gemm.f64), "linear=triton", "no kernel multiplies float64"),
     (replace(F32, moe=MoeAxes(router=Router.f64), stream=Stream.f64), "router=triton", "multiplies float64"),
     (replace(F32, gemm=Gemm.f64, stream=Stream.f64), "experts=triton", "no kernel multiplies float64"),

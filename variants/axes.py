@@ -293,10 +293,7 @@ class SiteOverride:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A full choice of arithmetic; see `variants.recipe.resolve` for what it binds at each site.
-
-    fused_elementwise: norms, decay gate and convolution in as few calls of the library as they have.
-    """
+    """A full choice of arithmetic; see `variants.recipe.resolve` for what it binds at each site."""
 
     stream: Stream = Stream.f32
     gemm: Gemm = Gemm.bf16_f32out
@@ -304,7 +301,7 @@ class Variant:
     fused_projections: bool = False
     fused_gate_up: bool = False
     reduced_sums: bool = False
-    fused_elementwise: bool = False
+    fused_elementwise: bool = False  # norms, decay gate, convolution: in as few calls of the library as they have
     weights_by_column: bool = False
     tf32: bool = False
     norm: NormAxes = field(default_factory=NormAxes)

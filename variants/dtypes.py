@@ -24,7 +24,7 @@ class DType(Enum):
     def torch(self) -> torch.dtype:
         return getattr(torch, self.value)
 
-    @property
+    @cached_property
     def precision(self) -> int:
         """Bits of significand, the hidden one included (bf16: 8)."""
         return _PRECISION[self]
@@ -34,7 +34,7 @@ class DType(Enum):
         """u = 2^-precision: the largest relative error of rounding ties-to-even in the normal range."""
         return 2.0**-self.precision
 
-    @property
+    @cached_property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal number (bf16 and f32: -126)."""
         return _MIN_EXPONENT[self]

@@ -36,6 +36,7 @@ KDA_FORMS: dict[Impl, tuple[ChunkForm, ...]] = {
     Impl.vllm: (ChunkForm.vllm,),
 }
 GATES = {Impl.triton: ("decay_gate", "beta"), Impl.fla: ("decay_gate",), Impl.vllm: ("decay_gate",)}
+FUSED = ("norms", "conv", "kda")  # operations with calls that fused_elementwise joins
 TILED: dict[Impl, tuple[MlaCore, ...]] = dict.fromkeys((Impl.triton, Impl.vllm), (MlaCore.flash, MlaCore.absorbed))
 
 
@@ -54,6 +55,8 @@ def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:
         impl = getattr(variant.impl, axis.name)
         if not has(axis.name, impl):
             _refuse(axis.name, impl, f"there is none; choose {', '.join(choices(axis.name))}")
+        if variant.fused_elementwise and impl is not Impl.torch and axis.name in FUSED:
+            _refuse(axis.name, impl, "fused_elementwise joins calls of torch alone; remove it")
         if impl is not Impl.torch:
             out |= _AXES[axis.name](variant, impl, out)
             out |= refined(axis.name, variant, out) if impl is Impl.vllm else {}

@@ -230,7 +230,7 @@ class MlaBlock:
 
     def _normalize(self, latent: Tensor, _: Tensor) -> Tensor:
         x = pinned(latent, self.norm_rule.accum)
-        return rms_norm(x, self.norm_weight, self.eps, between=self.between)
+        return self.norm(x, self.norm_weight, self.eps, between=self.between)
 
     def _expanded(self, q: Tensor, fresh: Tensor, batch: Batch, state: State) -> Tensor:
         k, v = (

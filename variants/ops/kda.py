@@ -54,14 +54,13 @@ def recurrent(
     q, k [B, T, H, K] (q already scaled); v [B, T, H, V]; g [B, T, H, K] log-decay; beta [B, T, H]; state [B, H, K, V].
     Returns o [B, T, H, V] and the new state; both sums over K are elementwise products summed over that dimension.
     """
-    decay = g.exp()
-    out = []
-    for t in range(q.shape[1]):
-        key = k[:, t].unsqueeze(-1)
-        state = state * decay[:, t].unsqueeze(-1)
-        error = (v[:, t] - (state * key).sum(-2)) * beta[:, t].unsqueeze(-1)
-        state = state + key * error.unsqueeze(-2)
-        out.append((state * q[:, t].unsqueeze(-1)).sum(-2))
+    out, product = [], torch.empty_like(state)
+    steps = (x.unsqueeze(-1).unbind(1) for x in (q, k, g.exp(), beta))
+    for query, key, decay, strength, value in zip(*steps, v.unbind(1), strict=True):
+        state = state * decay if not out else state.mul_(decay)  # the first makes a copy; the caller's stays as it is
+        error = (value - torch.mul(state, key, out=product).sum(-2)).mul_(strength)
+        state.add_(torch.mul(key, error.unsqueeze(-2), out=product))
+        out.append(torch.mul(state, query, out=product).sum(-2))
     return torch.stack(out, 1), state
 
 
@@ -102,7 +101,8 @@ def chunk(
     at = at or {}
     out = []
     for n in range(q.shape[1]):
-        o, state = _one_chunk(q[:, n], k[:, n], v[:, n], g[:, n], beta[:, n], state, at)
+        real = min(chunk_size, length - n * chunk_size)
+        o, state = _one_chunk(q[:, n], k[:, n], v[:, n], g[:, n], beta[:, n], state, at, real)
         out.append(o)
     return torch.cat(out, 2)[:, :, :length].transpose(1, 2), state
 
@@ -116,24 +116,34 @@ def _chunked(x: Tensor, size: int) -> Tensor:
 
 
 def _one_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, at: Hooks
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, at: Hooks, real: int
 ) -> tuple[Tensor, Tensor]:
-    """One chunk of C tokens: q, k [B, H, C, K], v [B, H, C, V], state [B, H, K, V] -> o [B, H, C, V], state."""
+    """One chunk of C tokens: q, k [B, H, C, K], v [B, H, C, V], state [B, H, K, V] -> o [B, H, C, V], state.
+
+    real: tokens that are not filling; pairs of others are zero and are not computed.
+    """
     total = g.cumsum(-2)
-    pairs = decay_pairs(total)
+    pairs = decay_pairs(total[..., :real, :])
     k_beta, v_beta = k * beta.unsqueeze(-1), v * beta.unsqueeze(-1)
-    inverse = _at(at, "kda_ainv", unit_lower_inverse((k_beta.unsqueeze(-2) * k.unsqueeze(-3) * pairs).sum(-1).tril(-1)))
+    inverse = _at(at, "kda_ainv", unit_lower_inverse(_over_pairs(k_beta, k, pairs).tril(-1), real))
     u = _at(at, "kda_u", inverse @ _at(at, "kda_v_beta", v_beta))
     w = _at(at, "kda_w", inverse @ _at(at, "kda_k_beta", k_beta * total.exp()))
     h = _at(at, "kda_h", state)
     v_new = u - w @ h
     v_seen = _at(at, "kda_v_new", v_new)
     q = _at(at, "kda_q_scaled", q)
-    scores = _at(at, "kda_aqk", (q.unsqueeze(-2) * k.unsqueeze(-3) * pairs).sum(-1).tril())
+    scores = _at(at, "kda_aqk", _over_pairs(q, k, pairs).tril())
     o = _at(at, "kda_qg", q * total.exp()) @ h + scores @ v_seen
     last = total[..., -1:, :]
     kg = _at(at, "kda_kg", k * (last - total).exp())
     return o, state * last.exp().transpose(-1, -2) + kg.transpose(-1, -2) @ v_seen
+
+
+def _over_pairs(a: Tensor, b: Tensor, pairs: Tensor) -> Tensor:
+    """sum over K of a_i b_j pairs_ij for a, b [B, H, C, K], pairs [B, H, n, n, K] -> [B, H, C, C], zero from n on."""
+    size, real = a.shape[-2], pairs.shape[-2]
+    sums = (a[..., :real, :].unsqueeze(-2) * b[..., :real, :].unsqueeze(-3) * pairs).sum(-1)
+    return F.pad(sums, (0, size - real, 0, size - real)) if real < size else sums
 
 
 def chunk_rows(
@@ -152,10 +162,13 @@ def decay_pairs(total: Tensor) -> Tensor:
     return difference.masked_fill(above.unsqueeze(-1), float("-inf")).exp()
 
 
-def unit_lower_inverse(strict: Tensor) -> Tensor:
-    """(I + strict)^-1 for strictly lower triangular [..., C, C], by forward substitution row by row."""
+def unit_lower_inverse(strict: Tensor, real: int | None = None) -> Tensor:
+    """(I + strict)^-1 for strictly lower triangular [..., C, C], by forward substitution row by row.
+
+    real: rows from there on are zero; left out: none is known to be.
+    """
     inverse = -strict
-    for i in range(1, strict.shape[-1]):
+    for i in range(1, strict.shape[-1] if real is None else real):
         row = inverse[..., i, :i].clone()
         inverse[..., i, :i] = row + (row.unsqueeze(-1) * inverse[..., :i, :i]).sum(-2)
     return inverse + torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device)
