@@ -1,0 +1,109 @@
+"""`neartie bench`: steady decode of a variant against the transformers library, or against another variant, in pairs."""
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from experiments.gate import announced, observe_engine
+from experiments.words import Flags
+from harness import strict_json
+from harness.compose import named_variant
+from harness.config import Config, EngineKind
+from harness.engines.assets import checkpoint_folder
+from harness.engines.local import LocalEngine
+from harness.engines.transformers_engine import TransformersEngine
+from harness.golden import Golden, load_golden
+from harness.ledger import Ledger, Run
+from harness.numerics import check_device, policy
+from harness.paired import WARM_UP, LibrarySide, Pairs, Side, Spread, VariantSide, rate_of, timed
+from harness.pregate import check_vocabulary
+from harness.provenance import environment
+from harness.text_table import text_table
+from variants.errors import EngineError, UsageError
+
+LIBRARY = {"transformers": "f32", "transformers_bf16": "bf16"}  # what against= may name, and the library's dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Config):
+    """against: the library in float32 or bf16 (`LIBRARY`), or a named variant. steps: timed tokens of each run."""
+
+    against: str = "transformers"
+    runs: int = 3
+    steps: int = 96
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine.kind is not EngineKind.local:
+            raise UsageError(f"bench times a variant, engine={self.engine.kind.name} is not read; name it by against=")
+        for name in ("runs", "steps"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)}: expected 1 or more")
+        for name in ("limit", "max_tokens"):
+            if getattr(self, name):
+                raise UsageError(f"{name} is not read by bench: each run takes one prompt of the golden; use steps=, runs=")
+
+
+def run(config: Settings, flags: Flags) -> int:
+    """Time both sides, print the ratio and put a row on record."""
+    with Ledger(Path(config.results) / "ledger").begin(announced(config, "bench")) as row:
+        check_device(config.device)
+        with policy(config.device, tf32=config.variant.tf32):
+            row.add({"environment": environment(device=config.device.torch_name)})
+            golden = load_golden(config.golden)
+            row.add({"golden_hash": golden.hash, "battery_hash": golden.battery_hash})
+            runs = _timed(config, golden, row)
+        record = _record(config, runs)
+        row.finish(record)
+    if flags.json:
+        print(strict_json.dumps(row.row()).decode())
+    else:
+        print(_text(config, runs))
+    return 0
+
+
+def _timed(config: Settings, golden: Golden, row: Run) -> list[Pairs]:
+    engine = LocalEngine.from_config(config)
+    check_vocabulary(golden, engine.casts.checkpoint.config.vocab_size)
+    row.add({"model_hash": engine.info.model_sha256, "variant_hash": engine.recipe.hash})
+    row.add({"recipe": {"declared": engine.recipe.as_dict()}})
+    if found := observe_engine(engine, golden, row):
+        raise EngineError(f"what ran is not what was declared: {found[0]}")
+    steps = config.steps + WARM_UP
+    ours, theirs = VariantSide(engine.model, steps=steps), _other(config, engine, steps)
+    prompts = golden.prompts
+    return [timed(ours, theirs, prompts[i % len(prompts)], steps=config.steps) for i in range(config.runs)]
+
+
+def _other(config: Settings, engine: LocalEngine, steps: int) -> Side:
+    if config.against in LIBRARY:
+        folder, dtype = checkpoint_folder(config.model.path), LIBRARY[config.against]
+        return LibrarySide(TransformersEngine.load(folder, dtype=dtype, device=config.device.torch_name))
+    other = LocalEngine(engine.casts, named_variant(config.against), name=config.against, device=config.device)
+    return VariantSide(other.model, steps=steps)
+
+
+def _record(config: Settings, runs: list[Pairs]) -> dict[str, object]:
+    detail = {"against": config.against, "runs": [run.record() for run in runs]}
+    return {"status": "ok", "decode_tok_s": asdict(rate_of(runs)), "detail": {"bench": detail}}
+
+
+def _text(config: Settings, runs: list[Pairs]) -> str:
+    head = ("run", config.label, config.against, "ratio", "by processor time", "same token")
+    rows: list[list[object]] = []
+    for number, run in enumerate(runs):
+        wall, cpu = (Spread.of(x[:, 1] / x[:, 0]) for x in (run.wall_s, run.cpu_s))
+        ours, theirs = (f"{1e3 * Spread.of(run.wall_s[:, side]).median:.2f} ms" for side in (0, 1))
+        agreed = f"{run.agreed}/{len(run.wall_s)}"
+        rows.append([number, ours, theirs, _ratio(wall), _ratio(cpu), agreed])
+    return "\n".join([text_table(head, rows), "medians over steps; ratio: step by step, its 5th to 95th percentile"])
+
+
+def _ratio(spread: Spread) -> str:
+    return f"{spread.median:.2f}x ({spread.low:.2f} to {spread.high:.2f})"
+
+
+if __name__ == "__main__":
+    from experiments.cli import main
+
+    sys.exit(main(["bench", *sys.argv[1:]]))
