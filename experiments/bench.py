@@ -1,4 +1,4 @@
-"""`neartie bench`: steady decode of a variant against the transformers library, or against another variant, in pairs."""
+"""`neartie bench`: steady decode of a variant beside the transformers library, or beside another variant."""
 
 import sys
 from dataclasses import asdict, dataclass
@@ -41,12 +41,12 @@ class Settings(Config):
                 raise UsageError(f"{name}={getattr(self, name)}: expected 1 or more")
         for name in ("limit", "max_tokens"):
             if getattr(self, name):
-                raise UsageError(f"{name} is not read by bench: each run takes one prompt of the golden; use steps=, runs=")
+                raise UsageError(f"{name} is not read by bench: a run takes one prompt; use steps= and runs=")
 
 
 def run(config: Settings, flags: Flags) -> int:
     """Time both sides, print the ratio and put a row on record."""
-    with Ledger(Path(config.results) / "ledger").begin(announced(config, "bench")) as row:
+    with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "bench")) as row:
         check_device(config.device)
         with policy(config.device, tf32=config.variant.tf32):
             row.add({"environment": environment(device=config.device.torch_name)})
@@ -56,7 +56,7 @@ def run(config: Settings, flags: Flags) -> int:
         record = _record(config, runs)
         row.finish(record)
     if flags.json:
-        print(strict_json.dumps(row.row()).decode())
+        print(strict_json.dumps({"run_id": row.run_id, **record}).decode())
     else:
         print(_text(config, runs))
     return 0

@@ -249,6 +249,22 @@ COMMANDS: tuple[Command, ...] = (
         example="neartie convert to=gguf out=/tmp/kimi.gguf",
     ),
     Command(
+        name="bench",
+        summary="steady decode against the library or a variant, step by step in pairs",
+        module="experiments.bench",
+        usage="neartie bench variant=A [against=transformers] [steps=96] [runs=3] ...",
+        text=(
+            "Both sides decode the same tokens in one process, in turns, so that what slows\n"
+            "the machine slows both: ratio of each pair, by wall clock and processor time.\n"
+            "against=B  transformers (float32), transformers_bf16, or a named variant\n"
+            "steps=96   timed tokens of a run, after 8 that are in no figure\n"
+            "runs=3     each on another prompt of golden=G\n"
+            "device.threads=1  is what small models want"
+        ),
+        rows=True,
+        example="neartie bench variant=f32_fast against=transformers device.threads=1",
+    ),
+    Command(
         name="golden",
         summary="show, import, export or verify golden tokens",
         module="experiments.golden",

@@ -5,14 +5,16 @@ runs one after the other do not. Both sides are given the same tokens, and the o
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from harness.engines.transformers_engine import TransformersEngine
+from harness.engines.transformers_load import quiet
 from harness.measure import HIGH_PERCENTILE, LOW_PERCENTILE, Rate
 from variants import decode
 from variants.model import Model
@@ -50,7 +52,8 @@ class LibrarySide:
 
     def start(self, prompt: Sequence[int]) -> int:
         self.sequence = self.engine.sequence()
-        return self._advance(list(prompt))
+        with quiet():  # what it says of kernels that are not installed, it says once
+            return self._advance(list(prompt))
 
     def step(self, token: int) -> int:
         return self._advance([token])
@@ -104,7 +107,7 @@ def timed(
     token, agreed = ours.start(prompt), 0
     theirs.start(prompt)
     taken = np.empty((steps + WARM_UP, 2, 2), np.int64)
-    for index, order in zip(range(steps + WARM_UP), _orders()):
+    for index, order in zip(range(steps + WARM_UP), cycle(((0, 1), (1, 0))), strict=False):
         chosen = [0, 0]
         for side in order:
             before = clock()
@@ -114,12 +117,6 @@ def timed(
         token = chosen[0]
     wall, cpu = np.moveaxis(taken[WARM_UP:] / 1e9, -1, 0)
     return Pairs(wall_s=wall, cpu_s=cpu, agreed=int(agreed))
-
-
-def _orders() -> Iterator[tuple[int, int]]:
-    while True:
-        yield 0, 1
-        yield 1, 0
 
 
 def _now() -> tuple[int, int]:

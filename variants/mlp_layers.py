@@ -117,11 +117,11 @@ class MoeBlock:
         """Each token through its chosen experts: x [N, D], ids [N, k] -> [N, k, D] in the dtype of the weighting."""
         if x.shape[0] == 1:
             return torch.stack([self._expert(e, x) for e in ids[0].tolist()], 1)
-        out = x.new_zeros(*ids.shape, self.config.hidden_size, dtype=self.out_accum.torch)
-        for e in ids.unique().tolist():
-            token, slot = (ids == e).nonzero(as_tuple=True)
-            out[token, slot] = self._expert(e, x[token])
-        return out
+        experts, counts = ids.unique(return_counts=True)
+        order = ids.flatten().argsort(stable=True)  # rows of one expert lie together, in the order of their tokens
+        rows = x[order // ids.shape[1]].split(counts.tolist())
+        done = torch.cat([self._expert(e, row) for e, row in zip(experts.tolist(), rows, strict=True)])
+        return torch.empty_like(done).index_copy_(0, order, done).view(*ids.shape, -1)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
         gate, up = self.up[e](x).chunk(2, -1)
