@@ -49,11 +49,14 @@ class LibrarySide:
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
+        with quiet(), torch.inference_mode():  # what it says of kernels that are not installed, it says once
+            once = engine.sequence()
+            once.advance([0])
+            once.advance([0])
 
     def start(self, prompt: Sequence[int]) -> int:
         self.sequence = self.engine.sequence()
-        with quiet():  # what it says of kernels that are not installed, it says once
-            return self._advance(list(prompt))
+        return self._advance(list(prompt))
 
     def step(self, token: int) -> int:
         return self._advance([token])

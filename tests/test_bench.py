@@ -50,8 +50,8 @@ class Fake:
 
 def pairs(ours: int, theirs: int, *, steps: int = 6) -> tuple[Pairs, list[tuple[str, int]]]:
     clock, log = Clock(), []
-    sides = (Fake(clock, "ours", log, cost=ours), Fake(clock, "theirs", log, cost=theirs, first=7))
-    return timed(*sides, [1, 2], steps=steps, clock=clock), log
+    left, right = Fake(clock, "ours", log, cost=ours), Fake(clock, "theirs", log, cost=theirs, first=7)
+    return timed(left, right, [1, 2], steps=steps, clock=clock), log
 
 
 def test_each_side_is_charged_its_own_steps() -> None:
@@ -105,7 +105,7 @@ def test_two_variants_are_timed_on_real_steps() -> None:
     """Every figure of a real pair is positive, and a variant agrees with itself at each step."""
     made = casts()
     sides = [VariantSide(build(plain(Stream.f32, Gemm.f32), made), steps=3 + WARM_UP) for _ in range(2)]
-    run = timed(*sides, prompt(4), steps=3)
+    run = timed(sides[0], sides[1], prompt(4), steps=3)
     assert run.agreed == 3
     assert (run.wall_s > 0).all()
     assert run.wall_s.shape == run.cpu_s.shape == (3, 2)
