@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from experiments.commands import EVERYWHERE, Command, Flag
 
 TOP = """neartie: is a token that differs rounding or a bug, and where?
-usage: neartie COMMAND [SETTING=VALUE ...] [-m] [--flag ...]
+usage: neartie COMMAND [KEY=A,B ...] [-m: each combination] [--json] [--help]
 {commands}
--m: every combination of comma-separated values; --json; --config; --help
 example: neartie gate -m variant=f32,bf16_stream golden=gate
 exit: 0 ran, 1 bar or findings, 2 usage, 3 input, 4 device, 5 engine, 6 bug"""
 

@@ -14,6 +14,7 @@ from variants.ops.norm import constant
 
 SOFTPLUS_LINEAR_ABOVE = 20.0
 L2_EPS = 1e-6
+PAIRS = 8  # a last chunk is cut to a multiple of this: a GPU orders the sums of very few results in another way
 Hooks = Mapping[str, Callable[[Tensor], Tensor]]
 
 
@@ -101,7 +102,7 @@ def chunk(
     at = at or {}
     out = []
     for n in range(q.shape[1]):
-        real = min(chunk_size, length - n * chunk_size)
+        real = min(chunk_size, -(-(length - n * chunk_size) // PAIRS) * PAIRS)
         o, state = _one_chunk(q[:, n], k[:, n], v[:, n], g[:, n], beta[:, n], state, at, real)
         out.append(o)
     return torch.cat(out, 2)[:, :, :length].transpose(1, 2), state
@@ -120,7 +121,7 @@ def _one_chunk(
 ) -> tuple[Tensor, Tensor]:
     """One chunk of C tokens: q, k [B, H, C, K], v [B, H, C, V], state [B, H, K, V] -> o [B, H, C, V], state.
 
-    real: tokens that are not filling; pairs of others are zero and are not computed.
+    real: all tokens from there on are filling; their pairs are zero and are not computed.
     """
     total = g.cumsum(-2)
     pairs = decay_pairs(total[..., :real, :])
