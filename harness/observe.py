@@ -37,7 +37,7 @@ MOVES = {
     "chunk", "contiguous", "flatten", "unflatten", "take_along_dim", "index_fill", "constant_pad_nd", "reshape",
     "scalar_tensor", "ones", "_reshape_alias", "lift_fresh",
 }  # fmt: skip
-OPS = "variants.ops."
+OPS, MODEL = "variants.ops.", "variants.model"  # the model calls layers, layers call operations
 # Algorithms that only move or choose values: what leaves may be as narrow as what arrived.
 MOVING = {"copy", "operand", "gather", "top_k_lowest_id"}
 MIN_ELEMENTS = 16  # fewer values may fit a narrow format by chance
@@ -111,8 +111,7 @@ class _Dispatched(TorchDispatchMode):
         self.sequence = hashlib.sha256()
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled: torch's guard against it would import the whole compiler, over a second."""
+    def _should_skip_dynamo(cls) -> bool:  # else torch imports its compiler, over a second, to keep it off this
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -152,8 +151,8 @@ def _defined(out: object) -> object:
 def _calling_op() -> str | None:
     """The outermost function of variants.ops on the stack: the implementation that a layer dispatched to."""
     frame, found = sys._getframe(1), None
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(OPS) and not frame.f_code.co_name.startswith("<"):
+    while frame is not None and (module := frame.f_globals.get("__name__", "")) != MODEL:
+        if module.startswith(OPS) and not frame.f_code.co_name.startswith("<"):
             found = frame
         frame = frame.f_back
     return found and f"{found.f_globals['__name__'].rsplit('.', 1)[-1]}.{found.f_code.co_name}"
