@@ -17,7 +17,7 @@ from typing import Any
 
 from harness.ledger_schema import FIELDS
 
-NOTHING = "-"
+NOTHING, SPACE, COMMA, ABSENT = "-", "~", ";", "!"
 PARTS = ("recipe", "detail", "agreement")
 Plain = dict[str, Any]
 
@@ -109,18 +109,23 @@ def _sites(short: Mapping[str, Any]) -> Plain:
 
 def _rule(fields: list[str], words: list[str]) -> Plain:
     options = (word.split("=") for word in words[len(fields) :])
-    return dict(zip(fields, words, strict=False)) | {name: int(value) for name, value in options}
+    return dict(zip(fields, words, strict=False)) | {name: _number_or_word(value) for name, value in options}
+
+
+def _number_or_word(text: str) -> int | str:
+    """An option of a rule: a whole number, or a word such as the site whose kernel swallows this one."""
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 def _pack_observed(observed: Mapping[str, Any]) -> Plain:
-    fields: list[str] = []
+    entries_of = [entries for entries in observed.values() if not isinstance(entries, str)]
+    fields = list(dict.fromkeys(name for entries in entries_of for e in entries for name in e if name != "layers"))
     phases = list(dict.fromkeys(phase for place in observed for site, _, phase in [place.rpartition(".")] if site))
     where: dict[tuple[str, str, str], list[str]] = {}
     for place, entries in observed.items():
         site, _, phase = place.rpartition(".")
         for entry in entries if site else ():
-            fields = [name for name in entry if name != "layers"]
-            words = " ".join(_folded(entry[name]) or NOTHING for name in fields)
+            words = " ".join(_word(entry.get(name)) for name in fields)
             where.setdefault((words, site, _ranges(entry["layers"])), []).append(phase)
     seen: dict[str, dict[str, list[str]]] = {}
     for (words, site, layers), found in where.items():
@@ -136,15 +141,26 @@ def _observed(short: Mapping[str, Any]) -> Plain:
         return dict(short)
     fields, whole = short["fields"].split(), {}
     for words, places in short["seen"].items():
-        values = [[] if word == NOTHING else _unfolded(word) for word in words.split()]
+        values = {f: _words(word) for f, word in zip(fields, words.split(), strict=True) if word != ABSENT}
         for at, sites in places.items():
             phase, _, layers = at.rpartition("@")
-            entry = {"layers": _numbers(layers), **dict(zip(fields, values, strict=True))}
+            entry = {"layers": _numbers(layers), **values}
             for name in (f"{site}.{p}" for p in phase.split() or short["phases"].split() for site in sites.split()):
                 whole.setdefault(name, []).append(dict(entry))
     for entries in whole.values():
         entries.sort(key=lambda entry: entry["layers"])
     return whole | {name: value for name, value in short.items() if name not in ("phases", "fields", "seen")}
+
+
+def _word(words: Iterable[str] | None) -> str:
+    if words is None:
+        return ABSENT
+    return (_folded(word.replace(",", COMMA) for word in words) or NOTHING).replace(" ", SPACE)
+
+
+def _words(word: str) -> list[str]:
+    words = [] if word == NOTHING else _unfolded(word.replace(SPACE, " "))
+    return [word.replace(COMMA, ",") for word in words]
 
 
 def _folded(words: Iterable[str]) -> str:

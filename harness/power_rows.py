@@ -60,7 +60,7 @@ def row_of(cell: Cell, judged: dict[str, Judgement], **truth: object) -> Row:
     row |= {k: str(v) for k, v in asdict(cell).items() if k in CELL and k != "battery"}
     row |= {name: _text(value) for name, value in truth.items()}
     for rule, j in judged.items():
-        row |= {f"{rule}_score": repr(float(j.score)), f"{rule}_flag": _text(j.flagged)}
+        row |= {f"{rule}_score": f"{float(j.score):.4g}", f"{rule}_flag": _text(j.flagged)}
         if rule in PLACED:
             row |= {f"{rule}_site": _text(j.site), f"{rule}_layer": _text(j.layer)}
     return row

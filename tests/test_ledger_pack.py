@@ -73,14 +73,15 @@ def test_a_short_form_that_cannot_be_read_is_no_row():
 
 
 def test_shipped_rows_are_short_and_whole():
-    """Every shipped row of the 128-token gate has today's schema and at most 11 KB; its recipes are whole maps."""
+    """Every shipped row has today's schema, of the 128-token gate at most 11 KB; a gate's recipes are whole maps."""
     for path in sorted(SHIPPED.glob("*.json")):
         stored = strict_json.loads(path.read_bytes())
         row = adopted(stored)
         assert stored["schema"] == SCHEMA, path.name
         assert packed(row) == stored, path.name
         assert row["golden"] != "gate" or path.stat().st_size < 11_000, path.name
-        assert row["recipe"]["observed"]["q_proj.prefill"][0]["leaves"], path.name
+        if row["experiment"] == "gate":
+            assert row["recipe"]["observed"]["q_proj.prefill"][0]["leaves"], path.name
 
 
 def test_migration_changes_nothing_that_a_reader_sees(tmp_path: Path):
