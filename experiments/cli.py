@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: Sequence[str]) -> int:
     commands = available()
     if argv and argv[0].startswith("experiment="):  # the same question by its other name
-        argv = [argv[0].removeprefix("experiment="), *argv[1:]]
+        argv = [argv[0].removeprefix("experiment=").replace("_", "-"), *argv[1:]]
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage.top(commands.values()))
         return 0

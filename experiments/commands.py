@@ -130,6 +130,22 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        name="ladder-to-vllm",
+        summary="from f32 to the engine, one rounding point at a time",
+        module="experiments.ladder_to_vllm",
+        usage="neartie ladder-to-vllm [target=bf16_engine] [start=f32] [golden=G] ...",
+        text=(
+            "Each group of the target's rounding points, with those before it and alone:\n"
+            "median logprob distance to the golden's engine, tokens that agree forced and\n"
+            "free, and what a correct run of that recipe is expected to score. A score\n"
+            "inside its interval is noise, not progress.\n"
+            "members=8  noisy runs of each expected score; members=0 leaves it out\n"
+            "limit=N  max_tokens=N  only the first prompts, the first tokens of each\n"
+            "The same: neartie experiment=ladder_to_vllm."
+        ),
+        example="neartie ladder-to-vllm target=bf16_engine members=4",
+    ),
+    Command(
         name="bisect",
         summary="which places, or which axes, make two variants differ",
         module="experiments.bisect",

@@ -162,6 +162,16 @@ def distance(a: np.ndarray, b: np.ndarray, golden: Golden) -> Distance:
     return found.distance()
 
 
+def golden_distance(a: np.ndarray, golden: Golden) -> Distance:
+    """Between logprobs [N, T, V] along a golden's tokens and the golden's own, at the tokens that it recorded."""
+    assert golden.top_logprobs is not None
+    found = _Sum()
+    for row, tokens in enumerate(golden.tokens[0]):
+        live = tokens != ENDED
+        found.add_known(a[row][live], golden.top_logprobs[row][live], _top(golden, row, a[row])[live], tokens[live])
+    return found.distance()
+
+
 def forced_logprobs(candidate: Candidate, casts: Casts, golden: Golden, rows: Sequence[int]) -> np.ndarray:
     """Logprobs [rows, T, V] of a candidate along the golden's tokens; past a row's end they mean nothing."""
     head = layer_places(casts.checkpoint.config)[-1]
