@@ -109,14 +109,24 @@ class LocalEngine:
         eos = self._eos(stop_at_eos)
         with policy(self.device, tf32=self.recipe.tf32, reduced_sums=self.recipe.reduced_sums), self.compiling.watch():
             if self._paged:
-                return paged_rows.generated(
-                    self.model, prompts, max_tokens, eos=eos, first_seen=self.first_seen, check=_refuse_flat_output
-                )
+                return self._generate_paged(prompts, max_tokens, eos)
             rows = _Rows(self, prompts, max_tokens, eos)
             self._warm_up(prompts)
             for start in range(0, len(prompts), self.recipe.execution.batch):
                 rows.run(start, self.recipe.execution.batch)
         return rows.generation()
+
+    def _generate_paged(self, prompts: Prompts, max_tokens: int, eos: int | None) -> Generation:
+        """Through the paged runner; kernels run the schedule's first steps once before it is timed."""
+        shape = tuple(len(p) for p in prompts)
+        if self.compiling.impls and shape not in self._warm:
+            paged_rows.generated(
+                self.model, prompts, 2, eos=None, first_seen=lambda _: False, check=_refuse_flat_output
+            )
+            self._warm.add(shape)
+        return paged_rows.generated(
+            self.model, prompts, max_tokens, eos=eos, first_seen=self.first_seen, check=_refuse_flat_output
+        )
 
     def _warm_up(self, prompts: Prompts) -> None:
         """Run the prefill and a step of every shape that kernels have not seen, so that no timed step compiles."""
