@@ -199,6 +199,17 @@ def test_local_replay_allows_a_kernel_what_it_rounds_inside() -> None:
     assert ("kda_core", 1, "decode") in replayed(lambda name, x: x * 1.2 if "A_log" in name else x).excess()
 
 
+def test_kernels_run_over_pages() -> None:
+    """Sequences that join and leave, in slots and pages, choose torch's tokens through the block table."""
+    paged = replace(F32, execution=ExecutionAxes(mode=Execution.paged, batch=2, block_size=4))
+    prompts = ragged([3, 5, 2])
+    torch_, ours = (
+        LocalEngine(small(), v, name="paged").generate(prompts, 3) for v in (paged, replace(paged, impl=ALL))
+    )
+    assert (torch_.tokens == ours.tokens).all()
+    assert abs(torch_.gaps - ours.gaps).max() < 1e-5
+
+
 def test_a_shape_is_run_before_it_is_timed_and_what_compiles_is_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shape of prompts runs once ahead; a step that still had to compile is listed apart from the steady ones."""
     engine = LocalEngine(small(), with_impl(F32, router=Impl.triton), name="kernels", device=DeviceChoice(threads=1))
