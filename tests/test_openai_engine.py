@@ -193,14 +193,15 @@ def test_an_answer_that_drips_is_cut_at_its_time(golden: Golden, tmp_path: Path)
     """The limit holds for the whole answer: a byte now and then does not extend it."""
 
     def drips(handler: Handler, body: dict[str, Any]) -> bool:
+        whole = json.dumps(completion(golden, body)).encode()
         handler.send_response(200)
-        handler.send_header("content-length", "1000")
+        handler.send_header("content-length", str(12 + len(whole)))
         handler.end_headers()
-        for _ in range(40):
+        for _ in range(12):
             handler.wfile.write(b" ")
             handler.wfile.flush()
-            if handler.server.stop.wait(0.05):
-                break
+            handler.server.stop.wait(0.05)
+        handler.wfile.write(whole)  # right, and too late
         return True
 
     with serving(golden, drips) as server:
