@@ -22,23 +22,16 @@ from variants.weights import Casts
 OUT = "results/expected.csv"
 GOLDEN = "gate"
 MEMBERS = 8
-COLUMNS: tuple[str, ...] = (
-    "variant",
-    "matched",
-    "mean",
-    "low",
-    "high",
-    "total",
-    "members",
-    "golden_hash",
-    "model_sha256",
-)
+COLUMNS = [
+    *("variant", "matched", "mean", "low", "high", "total", "members"),
+    *("golden_hash", "model_sha256"),
+]
 
 
 def names() -> list[str]:
     """The published campaign's variants that are named here too."""
     known = groups()["variant"]
-    return [name for name in published(Path("results/published.csv"))["variant"] if name in known]
+    return [name for name in published()["variant"] if name in known]
 
 
 def row(name: str, casts: Casts) -> dict[str, object]:

@@ -1,17 +1,22 @@
 """The expected score: what members score, and how often the interval holds a further run."""
 
+import csv
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 
+from experiments import expected_scores
 from harness.compose import named_variant
 from harness.engines.assets import checkpoint_folder
-from harness.engines.local import shared_casts
+from harness.engines.local import LocalEngine, shared_casts
 from harness.expected import ExpectedScore, expected_score
 from harness.golden import Golden, load_golden
+from harness.power_cells import benign_words, variant_of
 from harness.rounding_noise import twin
+from harness.score import score
 from harness.significance import prediction
 from variants import decode
 from variants.axes import Gemm, NormAxes, NormVariance, Store, Stream
@@ -157,3 +162,32 @@ def test_what_real_engines_score_on_gate_is_inside_and_four_is_not(name: str, se
     assert 4 not in found.interval
     assert found.total == 128
     assert replace(found, confidence=0.5).interval.low >= found.interval.low
+
+
+def test_the_stored_intervals_hold_the_variants_own_runs_and_never_four() -> None:
+    """results/expected.csv: of the campaign's variants at least 90 % scored inside what is expected of their recipe.
+
+    They are of the shipped golden and checkpoint, and 4/128 lies under every one.
+    """
+    with (Path(__file__).parents[1] / "results" / "expected.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["variant"] for row in rows] == expected_scores.names()
+    assert {row["golden_hash"] for row in rows} == {load_golden("gate").hash}
+    covered = [int(row["low"]) <= int(row["matched"]) <= int(row["high"]) for row in rows]
+    assert sum(covered) >= 0.9 * len(rows)
+    assert min(int(row["low"]) for row in rows) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_interval_holds_what_benign_variants_score_and_never_four() -> None:
+    """Twelve of the power experiment's benign variants, two of each format: at most one outside its 95 % interval."""
+    casts, golden = shared_casts(str(checkpoint_folder("kimi-linear-12m")), None, "cpu"), load_golden("gate")
+    outside = []
+    for name, words in [item for item in benign_words().items() if item[0].endswith(("recurrent", "chunk16"))]:
+        engine = LocalEngine(casts, variant_of(words), name=name)
+        matched = score(golden, engine.generate(golden.prompts, golden.tokens.shape[2])).matched
+        found = expected_score(engine.recipe, casts, golden, members=8, seed=0)
+        assert 4 not in found.interval, name
+        outside += [] if matched in found.interval else [name]
+    assert len(outside) <= 1, outside
