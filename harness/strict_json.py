@@ -66,11 +66,19 @@ def _encode(value: object, pointer: str, nulls: dict[str, str]) -> object:
     if isinstance(value, Mapping):
         return _mapping(value.items(), pointer, nulls)
     if isinstance(value, (list, tuple)):
-        return [_encode(item, child(pointer, index), nulls) for index, item in enumerate(value)]
+        return [v if _plain(v) else _encode(v, child(pointer, i), nulls) for i, v in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
         return _mapping(fields, pointer, nulls)
     return _encode(_unboxed(value, pointer), pointer, nulls)
+
+
+def _plain(value: object) -> bool:
+    """Whether a value is written as it is, told by exact types alone: most of a record is, and needs no pointer."""
+    kind = type(value)
+    if kind is str:
+        return value.isascii()  # pyright: ignore[reportAttributeAccessIssue]
+    return value is None or kind is bool or (kind is int and value in INT_RANGE)
 
 
 def _unboxed(value: object, pointer: str) -> object:
@@ -93,7 +101,7 @@ def _mapping(items: Iterable[tuple[object, object]], pointer: str, nulls: dict[s
         name = key.name if isinstance(key, Enum) else key
         if not isinstance(name, str) or name in plain:
             raise NeartieError(f"record field {pointer or '/'} has key {key!r}; expected distinct text or enum keys")
-        plain[_text(name, pointer)] = _encode(item, child(pointer, name), nulls)
+        plain[_text(name, pointer)] = item if _plain(item) else _encode(item, child(pointer, name), nulls)
     return plain
 
 
