@@ -11,9 +11,15 @@ example: neartie gate -m variant=f32,bf16_stream golden=gate
 exit: 0 ran, 1 bar or findings, 2 usage, 3 input, 4 device, 5 engine, 6 bug"""
 
 
+ALSO = ("ladder-to-vllm", "convert", "train")  # named in one line, so that the list fits a screen
+
+
 def top(commands: Iterable[Command]) -> str:
     """`neartie --help`."""
-    return TOP.format(commands="\n".join(f"  {c.name:<9} {c.summary}" for c in commands))
+    there = list(commands)
+    lines = [f"  {c.name:<9} {c.summary}" for c in there if c.name not in ALSO]
+    also = ", ".join(c.name for c in there if c.name in ALSO)
+    return TOP.format(commands="\n".join([*lines, *([f"  also: {also}"] if also else [])]))
 
 
 def of(command: Command) -> str:
