@@ -280,7 +280,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="bench",
-        summary="steady decode against the library or a variant, step by step in pairs",
+        summary="decode against the library or a variant, timed step by step",
         module="experiments.bench",
         usage="neartie bench variant=A [against=transformers] [steps=96] [runs=3] ...",
         text=(
