@@ -18,6 +18,7 @@ from harness.engines.compiling import Compiling
 from harness.engines.logits import ScoreTable
 from harness.engines.prompt_text import tokenizer_class
 from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
+from harness.engines.sequences import check_pairs, check_rows
 from harness.measure import PREFILL
 from harness.numerics import check_device, policy
 from harness.observe import Observed, observe
@@ -105,7 +106,7 @@ class LocalEngine:
 
     def generate(self, prompts: Prompts, max_tokens: int, *, stop_at_eos: bool = False) -> Generation:
         """Greedy tokens, lowest id on ties; rows of `execution.batch` prompts run together."""
-        self._check(prompts, "prompt")
+        check_rows(prompts, self.casts.checkpoint.config.vocab_size)
         eos = self._eos(stop_at_eos)
         with policy(self.device, tf32=self.recipe.tf32, reduced_sums=self.recipe.reduced_sums), self.compiling.watch():
             if self._paged:
@@ -142,7 +143,7 @@ class LocalEngine:
 
     def score(self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20, full_logits: bool = False) -> Scored:
         """Teacher-forced through the decode path: prompt prefilled, each token forced."""
-        self._check_pairs(prompts, continuations)
+        check_pairs(prompts, continuations, self.casts.checkpoint.config.vocab_size)
         table = self._table(continuations, top_k, full_logits)
         with policy(self.device, tf32=self.recipe.tf32, reduced_sums=self.recipe.reduced_sums):
             if self._paged:
@@ -161,7 +162,7 @@ class LocalEngine:
         self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20, full_logits: bool = False
     ) -> Scored:
         """Teacher-forced in one pass over prompt and tokens: the prefill's arithmetic at every position."""
-        self._check_pairs(prompts, continuations)
+        check_pairs(prompts, continuations, self.casts.checkpoint.config.vocab_size)
         table = self._table(continuations, top_k, full_logits)
         with policy(self.device, tf32=self.recipe.tf32, reduced_sums=self.recipe.reduced_sums):
             for i, (p, c) in enumerate(zip(prompts, continuations, strict=True)):
@@ -176,22 +177,6 @@ class LocalEngine:
     def _table(self, continuations: Prompts, top_k: int, full: bool) -> ScoreTable:
         vocab = self.casts.checkpoint.config.vocab_size
         return ScoreTable(continuations, vocab, top_k=top_k, logits_dtype=np.float64 if full else None)
-
-    def _check_pairs(self, prompts: Prompts, continuations: Prompts) -> None:
-        if len(prompts) != len(continuations):
-            raise UsageError(f"score: got {len(continuations)} continuations for {len(prompts)} prompts")
-        self._check(prompts, "prompt")
-        self._check(continuations, "continuation")
-
-    def _check(self, rows: Prompts, what: str) -> None:
-        vocab = self.casts.checkpoint.config.vocab_size
-        if not len(rows):
-            raise InputError(f"got no {what}s, expected one or more")
-        for index, ids in enumerate(rows):
-            if not len(ids):
-                raise InputError(f"{what} {index} is empty; expected one token or more")
-            if not all(0 <= token < vocab for token in ids):
-                raise InputError(f"{what} {index} holds an id outside 0..{vocab - 1}: another tokenizer made it")
 
     def _eos(self, stop: bool) -> int | None:
         eos = self.casts.checkpoint.config.eos_token_id
