@@ -87,6 +87,14 @@ class Agreement:
         said = [f"prompt {prompt}: non-finite logits at step {step}" for prompt, step in self.non_finite]
         return (*said, *(str(loop) for loop in self.loops))
 
+    @property
+    def not_finite(self) -> str | None:
+        """Where the first logits that were not finite lie, in words; None where all were."""
+        if not self.non_finite:
+            return None
+        prompt, step = self.non_finite[0]
+        return f"non-finite logits, first at prompt {prompt}, step {step}"
+
     def record(self) -> dict[str, Any]:
         """The ledger's `agreement`, JSON-plain: matched, total, exact_prompts, prompts, first_divergence and more."""
         return {

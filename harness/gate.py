@@ -47,9 +47,8 @@ class GateResult:
     def verdict(self) -> dict[str, str | None]:
         """PASS where the golden's bar is met, INVALID where logits were not finite, else None: not judged here."""
         a = self.agreement
-        if a.non_finite:
-            prompt, step = a.non_finite[0]
-            return {"class": "INVALID", "reason": f"non-finite logits, first at prompt {prompt}, step {step}"}
+        if a.not_finite:
+            return {"class": "INVALID", "reason": a.not_finite}
         if a.bar_met:
             return {"class": "PASS", "reason": f"{a.matched}/{a.total}: the {a.bar.name} bar is met"}
         if a.bar_met is None:

@@ -62,6 +62,12 @@ def divergences(evidence: Evidence) -> list[Divergence]:
     return [_sized(d, logits(d.prompt)[d.position], evidence.declared) for d in judged]
 
 
+def noise_nats(own: Envelope) -> float:
+    """Typical noise of a top-2 difference under the recipe, in nats: rms over positions of the oracle's two best."""
+    spread = own.deviations[:, :, 0] - own.deviations[:, :, 1]
+    return float(np.sqrt(np.mean(spread**2)))
+
+
 def _oracle_logits(e: Evidence, n: int) -> Tensor:
     """The oracle's logits [T, V] along one prompt's golden tokens."""
     tokens = [int(i) for i in e.golden.tokens[0, n] if i != ENDED]

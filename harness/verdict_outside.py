@@ -22,7 +22,7 @@ from harness.gaps import cannot_discriminate
 from harness.gate import GateResult
 from harness.golden_data import ENDED, Golden
 from harness.inspect import make_oracle
-from harness.judge import ALPHA, Evidence, divergences
+from harness.judge import ALPHA, Evidence, divergences, noise_nats
 from harness.verdict import Finding, Verdict, conclude, end_findings
 from harness.verdict_semantics import LEAST, explained_by
 from variants.dtypes import DType
@@ -57,7 +57,7 @@ class OutsideQuestion:
 def judge_outside(q: OutsideQuestion, gate: GateResult) -> Verdict:
     """Divergences, logprobs and score of one run against oracle, envelope and members."""
     config = q.casts.checkpoint.config
-    if invalid := _not_finite(q, gate):
+    if invalid := gate.agreement.not_finite or (q.scored and q.scored.not_finite):
         return conclude((), (), invalid=invalid, bar_met=None, config=config, instruments=("tokens",))
     chosen, margins = _first_choices(q.golden, gate) if q.scored is None else _forced_choices(q.golden, q.scored)
     battery = Battery.of(q.golden)
@@ -72,7 +72,7 @@ def judge_outside(q: OutsideQuestion, gate: GateResult) -> Verdict:
     for precision, scored in q.finer.items():
         more, rung = _rung(q, precision, battery, _Lists.of(scored))
         logprobs, figures = [*logprobs, *more], figures | rung
-    noise = _noise(own)
+    noise = noise_nats(own)
     weak = cannot_discriminate(q.golden, noise)
     findings = [*end_findings(gate.agreement), *logprobs, *_score(expected, gate)]
     last = "tokens" if q.scored is None else "forced_logprobs"
@@ -91,16 +91,6 @@ def judge_outside(q: OutsideQuestion, gate: GateResult) -> Verdict:
             **figures,
         },
     )
-
-
-def _not_finite(q: OutsideQuestion, gate: GateResult) -> str | None:
-    if gate.agreement.non_finite:
-        n, t = gate.agreement.non_finite[0]
-        return f"non-finite logits, first at prompt {n}, step {t}"
-    if q.scored is not None and not q.scored.finite.all():
-        n, t = np.argwhere(~q.scored.finite)[0]
-        return f"non-finite logits when teacher-forced, first at prompt {n}, step {t}"
-    return None
 
 
 def _evidence(
@@ -264,9 +254,3 @@ def _score(expected: ExpectedScore, gate: GateResult) -> list[Finding]:
     e = expected.interval
     said = f"score {gate.agreement.matched}/{gate.agreement.total}, a correct run reaches {e.low:.0f} to {e.high:.0f}"
     return [Finding(instrument="expected_score", reason=f"{said}, p {p:.1e}")]
-
-
-def _noise(own: Envelope) -> float:
-    """rms over positions of the members' error in the difference of the oracle's two best, in nats."""
-    spread = own.deviations[:, :, 0] - own.deviations[:, :, 1]
-    return float(np.sqrt(np.mean(spread**2)))

@@ -24,7 +24,7 @@ from harness.gate import GateResult
 from harness.golden_data import ENDED, Golden
 from harness.hypotheses import Subject, explain
 from harness.inspect import Inspection, inspect_closely, inspect_library, inspect_local, make_oracle
-from harness.judge import Evidence, divergences
+from harness.judge import Evidence, divergences, noise_nats
 from harness.lockstep import Stepper
 from harness.oracle import Forced
 from harness.probes import Tap
@@ -75,7 +75,7 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     battery = Battery.of(golden)
     scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
     chosen = np.where(golden.tokens[0] == ENDED, ENDED, scored.top_ids[..., 0])
-    invalid = _invalid(gate, scored)
+    invalid = gate.agreement.not_finite or scored.not_finite
     inspection = _inspect(question, battery)
     if invalid:
         made = non_finite_findings(inspection.replays)
@@ -88,7 +88,7 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     found = divergences(_evidence(question, chosen, own, reference))
     findings += _inside(question, inspection) or _closer(question, inspection, _suspects(own, outside, found))
     findings += outside
-    weak = cannot_discriminate(golden, _noise(own))
+    weak = cannot_discriminate(golden, noise_nats(own))
     verdict = conclude(
         findings,
         found,
@@ -105,16 +105,6 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
 def _expected(q: Question) -> ExpectedScore:
     stop = ends_at(q.golden, q.casts)
     return expected_score(q.declared, q.casts, q.golden, members=q.members, seed=q.seed, stop_at=stop)
-
-
-def _invalid(gate: GateResult, scored: Scored) -> str | None:
-    if gate.agreement.non_finite:
-        prompt, step = gate.agreement.non_finite[0]
-        return f"non-finite logits, first at prompt {prompt}, step {step}"
-    if not scored.finite.all():
-        n, t = np.argwhere(~scored.finite)[0]
-        return f"non-finite logits when teacher-forced, first at prompt {n}, step {t}"
-    return None
 
 
 def _continuations(golden: Golden) -> list[list[int]]:
@@ -257,12 +247,6 @@ def _evidence(q: Question, chosen: np.ndarray, own: Envelope, reference: Envelop
     )
 
 
-def _noise(own: Envelope) -> float:
-    """Typical noise of a top-2 difference under the recipe, in nats: rms over positions of the oracle's two best."""
-    spread = own.deviations[:, :, 0] - own.deviations[:, :, 1]
-    return float(np.sqrt(np.mean(spread**2)))
-
-
 def _figures(
     q: Question, own: Envelope, expected: ExpectedScore, inspection: Inspection, gate: GateResult
 ) -> dict[str, object]:
@@ -274,7 +258,7 @@ def _figures(
         "ladder": {r.precision.name: [round(x, 3) for x in r.error] for r in inspection.ladder.rungs},
         "expected": expected.record(),
         "expected_p": expected.p_value(gate.agreement.matched),
-        "noise_nats": _noise(own),
+        "noise_nats": noise_nats(own),
         "inspected": {"prompts": inspection.prompts, "tokens": inspection.tokens},
         "members": q.members,
         "calibration": None if q.calibration is None else q.calibration.hash,

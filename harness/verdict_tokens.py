@@ -185,9 +185,8 @@ def _golden_margin(golden: Golden, generation: Generation, n: int, t: int) -> tu
 
 
 def _class(golden: Golden, agreement: Agreement, seen: Sequence[SeenDivergence], noise: Noise) -> tuple[RunClass, str]:
-    if agreement.non_finite:
-        n, t = agreement.non_finite[0]
-        return RunClass.invalid, f"non-finite logits, first at prompt {n}, step {t}"
+    if agreement.not_finite:
+        return RunClass.invalid, agreement.not_finite
     if agreement.bar_met or agreement.matched == agreement.total:
         once = "" if agreement.bar_met else " (K = 1: the reference was not held against itself)"
         return RunClass.passed, f"{agreement.matched}/{agreement.total}: the tokens agree{once}"

@@ -97,6 +97,14 @@ class Scored:
     forced: str
     logits: np.ndarray | None = None
 
+    @property
+    def not_finite(self) -> str | None:
+        """Where the first logits that were not finite lie, in words; None where all were."""
+        if self.finite.all():
+            return None
+        prompt, step = np.argwhere(~self.finite)[0]
+        return f"non-finite logits when teacher-forced, first at prompt {prompt}, step {step}"
+
 
 @runtime_checkable
 class Engine(Protocol):
