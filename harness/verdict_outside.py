@@ -23,6 +23,7 @@ from harness.gate import GateResult
 from harness.golden_data import ENDED, Golden
 from harness.inspect import make_oracle
 from harness.judge import ALPHA, Evidence, divergences, noise_nats
+from harness.shared_code import sound_oracle
 from harness.verdict import Finding, Verdict, conclude, end_findings
 from harness.verdict_semantics import LEAST, explained_by
 from variants.dtypes import DType
@@ -63,6 +64,7 @@ def judge_outside(q: OutsideQuestion, gate: GateResult) -> Verdict:
     battery = Battery.of(q.golden)
     assert battery.watch is not None
     battery = replace(battery, watch=np.concatenate([battery.watch, chosen[..., None]], -1))
+    opinion = sound_oracle(q.casts, q.declared, battery)
     own = envelope(q.declared, q.casts, battery, members=q.members, seed=q.seed)
     stop = ends_at(q.golden, q.casts)
     expected = expected_score(q.declared, q.casts, q.golden, members=q.members, seed=q.seed, stop_at=stop)
@@ -88,6 +90,7 @@ def judge_outside(q: OutsideQuestion, gate: GateResult) -> Verdict:
             "expected_p": expected.p_value(gate.agreement.matched),
             "noise_nats": noise,
             "members": q.members,
+            "definition": opinion.record(),
             **figures,
         },
     )

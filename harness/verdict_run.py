@@ -28,6 +28,7 @@ from harness.judge import Evidence, divergences, noise_nats
 from harness.lockstep import Stepper
 from harness.oracle import Forced
 from harness.probes import Tap
+from harness.shared_code import second_opinion, sound_oracle
 from harness.verdict import (
     Finding,
     Verdict,
@@ -76,6 +77,8 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
     chosen = np.where(golden.tokens[0] == ENDED, ENDED, scored.top_ids[..., 0])
     invalid = gate.agreement.not_finite or scored.not_finite
+    ask = second_opinion if isinstance(question.engine, LocalEngine) else sound_oracle
+    opinion = ask(question.casts, question.declared, battery)
     inspection = _inspect(question, battery)
     if invalid:
         made = non_finite_findings(inspection.replays)
@@ -83,7 +86,8 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     own = _envelope(question, battery, chosen)
     reference = _reference(question, battery, chosen, own)
     expected = _expected(question)
-    findings = [Finding(instrument="observed", reason=line) for line in contradictions] + end_findings(gate.agreement)
+    findings = [*opinion.findings(), *(Finding(instrument="observed", reason=line) for line in contradictions)]
+    findings += end_findings(gate.agreement)
     outside = _outside(question, own)
     found = divergences(_evidence(question, chosen, own, reference))
     findings += _inside(question, inspection) or _closer(question, inspection, _suspects(own, outside, found))
@@ -96,8 +100,8 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
         bar_met=gate.agreement.bar_met,
         config=config,
         inspected=_moderate(own, found),
-        instruments=("local_replay", "ladder", "envelope", "expected_score", "routing"),
-        figures=_figures(question, own, expected, inspection, gate),
+        instruments=("definition", "local_replay", "ladder", "envelope", "expected_score", "routing"),
+        figures={"definition": opinion.record(), **_figures(question, own, expected, inspection, gate)},
     )
     return verdict, scored
 

@@ -1,0 +1,118 @@
+"""Whether the code that the oracle shares with every variant still computes the model's definition.
+
+Local replay, ladder and envelope hold a variant against the oracle, and the oracle runs the same functions of
+`variants/`: whoever edits one in place changes both. So the oracle itself is held against `harness.definition`, which
+shares nothing with it, value by value on a few short prompts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from harness.definition import Values, forward
+from harness.forced_errors import Battery
+from harness.inspect import make_oracle
+from harness.lockstep import walk_steppers
+from harness.probes import Passes, Place
+from harness.verdict import Finding
+from variants.decode import Sequences
+from variants.dtypes import DType
+from variants.errors import NeartieError
+from variants.model_config import ModelConfig
+from variants.recipe import Recipe, Semantics
+from variants.sites import places
+from variants.weights import Casts
+
+INSTRUMENT = "definition"
+LARGEST_BYTES = 2**31  # of float64 parameters; beyond that the second opinion would take minutes and is left out
+PROMPTS, TOKENS = 2, 8
+# Relative to the rms of a position. Two float64 orders of these sums differ by 1e-13; a float32 slip by 1e-7.
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondOpinion:
+    """compared: values, of which `largest` is the largest relative difference; departs: the first place beyond
+    TOLERANCE in the order of the forward, None where there is none; left_out: why nothing was compared."""
+
+    compared: int = 0
+    largest: float = 0.0
+    departs: tuple[Place, float] | None = None
+    left_out: str | None = None
+
+    def record(self) -> dict[str, object]:
+        return {"compared": self.compared, "largest": self.largest, "left_out": self.left_out}
+
+    def findings(self) -> list[Finding]:
+        if self.departs is None:
+            return []
+        (site, layer), size = self.departs
+        reason = (
+            f"layer {layer} {site}: the code that the oracle shares with every variant departs from the model's "
+            f"definition by {size:.2g} relative (look at the latest edit of variants/)"
+        )
+        return [Finding(instrument=INSTRUMENT, reason=reason, site=site, layer=layer)]
+
+
+def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpinion:
+    """The float64 model, run in the steps of `declared` with the checkpoint's own semantics, against the definition."""
+    parameters = sum(t.numel() for t in casts.checkpoint.tensors.values())
+    if 8 * parameters > LARGEST_BYTES:
+        return SecondOpinion(left_out=f"{parameters / 1e9:.1f} G parameters: too many for the definition in NumPy")
+    make, config = make_oracle(casts, declared, semantics=Semantics()), casts.checkpoint.config
+    rows = _rows(battery)
+    first: dict[Place, float] = {}
+    compared, largest = 0, 0.0
+    for prompt, forced in rows:
+        told = forward(config, lambda name: casts.checkpoint.tensors[name].double().numpy(), [*prompt, *forced[:-1]])
+        tap = Passes(lambda site, layer, told=told: (site, layer) in told)
+        stepper = Sequences(make(tap), [prompt], len(forced))
+        for place, size in _differences(tap, stepper, told, forced):
+            compared += 1
+            largest = max(largest, size)
+            if size > TOLERANCE:
+                first[place] = max(size, first.get(place, 0.0))
+    return SecondOpinion(compared=compared, largest=largest, departs=_earliest(first, config))
+
+
+def sound_oracle(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpinion:
+    """As `second_opinion`, for a verdict on another engine: raises NeartieError where the oracle departs."""
+    found = second_opinion(casts, declared, battery)
+    for finding in found.findings():
+        raise NeartieError(f"{finding.reason}; no other engine can be judged by this oracle")
+    return found
+
+
+def _rows(battery: Battery) -> list[tuple[list[int], list[int]]]:
+    """The shortest and the longest prompt with their first tokens."""
+    order = np.argsort([len(p) for p in battery.prompts], kind="stable")
+    chosen = dict.fromkeys(int(i) for i in (order[0], order[-1]))
+    return [(list(battery.prompts[i]), list(battery.continuations[i][:TOKENS])) for i in list(chosen)[:PROMPTS]]
+
+
+def _differences(tap: Passes, stepper: Sequences, told: Values, forced: Sequence[int]) -> Iterator[tuple[Place, float]]:
+    """The relative difference of each value that the run passes; router ids differ by 1 where they differ."""
+    for _ in walk_steppers([stepper], [list(forced)]):
+        for step, calls in tap.passes:
+            (start,), (length,) = step.starts, step.lengths
+            for place, values in calls.items():
+                mine = values[-1]
+                span = told[place][start : start + length]
+                yield place, _difference(mine, span if mine.numel() >= span.size else span[-1:])
+        tap.passes.clear()
+
+
+def _difference(mine: torch.Tensor, told: np.ndarray) -> float:
+    flat = mine.to(dtype=DType.f64.torch, device="cpu").reshape(len(told), -1).numpy()
+    told = told.reshape(len(told), -1)
+    if told.dtype.kind == "i":
+        return float((np.sort(flat.astype(told.dtype)) != np.sort(told)).any())
+    scale = np.maximum(np.sqrt((told**2).mean(-1)), np.finfo(np.float64).tiny)
+    size = np.abs(flat - told).max(-1) / scale
+    return float(np.where(np.isnan(size), np.inf, size).max())
+
+
+def _earliest(found: dict[Place, float], config: ModelConfig) -> tuple[Place, float] | None:
+    return next(((place, found[place]) for place in places(config) if place in found), None)
