@@ -87,7 +87,7 @@ MUTANTS = {
     "norm": (lambda m: m.setattr(layers, "norm_of", lambda name: _scaled(norm.rms_norm)), "input_norm", 0),
     "gated norm": (lambda m: m.setitem(norm.GATED, "sigmoid", _scaled(norm.gated_rms_norm)), "o_norm", 0),
     "residual": (lambda m: m.setattr(layers.Residual, "__call__", _less), "attn_residual", 0),
-    "activation": (lambda m: m.setattr(mlp_layers.Swiglu, "_activate", lambda _, g, u: torch.relu(g) * u), "mlp_down", 0),
+    "activation": (lambda m: m.setattr(mlp_layers.Swiglu, "_activate", lambda _, g, u: g * u), "mlp_down", 0),
     "stale slot": (lambda m: m.setattr(State, "reset", lambda s, slots: s.recurrent[0].add_(0.01)), "kda_core", 0),
 }  # fmt: skip
 
