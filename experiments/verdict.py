@@ -219,7 +219,13 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
         )
     seen, total = f.get("inspected"), gate.golden.tokens[0].shape
     if isinstance(seen, dict):
-        lines.append(f"replayed {seen['prompts']} x {seen['tokens']} of {total[0]} x {total[1]} tokens, site by site")
+        longer = f", and one prompt of {seen['longer']} for what begins later" if seen.get("longer") else ""
+        lines.append(
+            f"replayed {seen['prompts']} x {seen['tokens']} of {total[0]} x {total[1]} tokens, site by site{longer}"
+        )
+    if unseen := f.get("not_reached"):
+        assert isinstance(unseen, list)
+        lines.append(f"no sequence here reaches: {', '.join(unseen)}; a fault that begins there cannot show")
     lines += _outputs(f)
     lines += [note for note in gate.notes if not note.startswith("prompt ")]
     lines += [f"  {x.instrument}: {x.reason}" for x in verdict.findings[:8]]

@@ -43,6 +43,13 @@ class Battery:
         continuations = [self.continuations[n][:tokens] for n in rows]
         return Battery(prompts=[self.prompts[n] for n in rows], continuations=continuations, watch=watch)
 
+    def beside(self, other: "Battery | None") -> "Battery":
+        """With another's prompts after these, nothing watched; itself where there is no other."""
+        if other is None:
+            return self
+        continuations = [*self.continuations, *other.continuations]
+        return Battery(prompts=[*self.prompts, *other.prompts], continuations=continuations)
+
     def cut(self, lengths: Sequence[int]) -> "Battery":
         """The first tokens of each continuation, as many as given; prompts keep their numbers, 0 leaves one out."""
         return replace(self, continuations=[c[:n] for c, n in zip(self.continuations, lengths, strict=True)])

@@ -12,8 +12,10 @@ from harness.forced_errors import Battery
 from harness.ladder import Ladder, ladder, other_order
 from harness.local_replay import LocalReplay, local_replay, merged
 from harness.lockstep import Stepper
+from harness.op_error import OpError
 from harness.oracle import oracle_recipe
 from harness.probes import Tap
+from harness.reach import long_enough
 from variants.decode import Sequences
 from variants.dtypes import DType
 from variants.model import Model
@@ -45,13 +47,15 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """arms, replays: by what ran ("as run", or the rung's name); the ladder; its size."""
+    """arms, replays: by what ran ("as run", or the rung's name); the ladder; its size; the tokens of a longer prompt
+    that was replayed beside it, 0 for none."""
 
     arms: Mapping[str, Arm]
     replays: Mapping[str, LocalReplay]
     ladder: Ladder
     prompts: int
     tokens: int
+    longer: int = 0
 
 
 def sample(battery: Battery, positions: int = POSITIONS) -> Battery:
@@ -65,8 +69,9 @@ def sample(battery: Battery, positions: int = POSITIONS) -> Battery:
 
 def inspect_local(engine: LocalEngine, battery: Battery) -> Inspection:
     """Local replay of a variant as it runs and in float64, and its ladder; the oracle has the variant's semantics."""
-    small = sample(battery)
-    recipe = engine.recipe
+    small, recipe = sample(battery), engine.recipe
+    longer = long_enough(recipe, small, engine.casts.checkpoint.config.max_length)
+    inspected = small.beside(longer)
 
     def steps(at: Recipe) -> Callable[[Tap], Stepper]:
         return lambda tap: model_stepper(engine.build(recipe=at, probe=tap), small)
@@ -78,7 +83,7 @@ def inspect_local(engine: LocalEngine, battery: Battery) -> Inspection:
         return Arm(
             make=lambda battery, tap: model_stepper(engine.build(recipe=at, probe=tap), battery),
             recipe=at,
-            battery=small,
+            battery=inspected,
             precision=precision,
         )
 
@@ -96,10 +101,11 @@ def inspect_local(engine: LocalEngine, battery: Battery) -> Inspection:
     )
     return Inspection(
         arms=arms,
-        replays={name: _replayed(a, oracle, small) for name, a in arms.items()},
+        replays={name: _longer(_replayed(a, oracle, small), a, oracle, longer) for name, a in arms.items()},
         ladder=found,
         prompts=len(small.prompts),
         tokens=max(map(len, small.continuations)),
+        longer=0 if longer is None else len(longer.prompts[0]),
     )
 
 
@@ -116,11 +122,13 @@ def inspect_library(engine: TransformersEngine, casts: Casts, declared: Recipe, 
     declared: what such an engine is taken to do where nothing else is said, with the checkpoint's own semantics.
     """
     small = sample(battery)
+    longer = long_enough(declared, small, casts.checkpoint.config.max_length)
+    inspected = small.beside(longer)
     wide, at = engine.at_precision("f32"), declared.at_precision(DType.f32)
 
     def arm(runs: TransformersEngine, recipe: Recipe, precision: DType | None) -> Arm:
         make = lambda b, tap: _one_prompt(runs, b, tap)  # noqa: E731
-        return Arm(make=make, recipe=recipe, battery=small, precision=precision, together=False)
+        return Arm(make=make, recipe=recipe, battery=inspected, precision=precision, together=False)
 
     arms = {"as run": arm(engine, declared, None)}
     if wide is not engine:
@@ -139,11 +147,23 @@ def inspect_library(engine: TransformersEngine, casts: Casts, declared: Recipe, 
         ladder=found,
         prompts=len(small.prompts),
         tokens=max(map(len, small.continuations)),
+        longer=0 if longer is None else len(longer.prompts[0]),
     )
 
 
 def _replayed(arm: Arm, oracle: Callable[[Probe], Model], battery: Battery) -> LocalReplay:
     return local_replay(lambda tap: arm.make(battery, tap), oracle, arm.recipe, battery.prompts, battery.continuations)
+
+
+def _longer(found: LocalReplay, arm: Arm, oracle: Callable[[Probe], Model], longer: Battery | None) -> LocalReplay:
+    """With the errors over the longer prompt, which counts as the row after the last."""
+    if longer is None:
+        return found
+    more = _replayed(arm, oracle, longer)
+    errors = dict(found.errors)
+    for key, error in more.errors.items():
+        errors.setdefault(key, OpError()).include(error, len(arm.battery.prompts) - 1)
+    return LocalReplay(errors, found.compared | more.compared)
 
 
 def _by_prompt(arm: Arm, oracle: Callable[[Probe], Model]) -> LocalReplay:

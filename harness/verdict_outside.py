@@ -23,6 +23,7 @@ from harness.gate import GateResult
 from harness.golden_data import ENDED, Golden
 from harness.inspect import make_oracle
 from harness.judge import ALPHA, Evidence, divergences, noise_nats
+from harness.reach import beyond
 from harness.shared_code import sound_oracle
 from harness.verdict import Finding, Verdict, conclude, end_findings
 from harness.verdict_semantics import LEAST, explained_by
@@ -91,6 +92,7 @@ def judge_outside(q: OutsideQuestion, gate: GateResult) -> Verdict:
             "noise_nats": noise,
             "members": q.members,
             "definition": opinion.record(),
+            "not_reached": beyond(q.declared, battery),
             **figures,
         },
     )

@@ -263,7 +263,7 @@ def _figures(
         "expected": expected.record(),
         "expected_p": expected.p_value(gate.agreement.matched),
         "noise_nats": noise_nats(own),
-        "inspected": {"prompts": inspection.prompts, "tokens": inspection.tokens},
+        "inspected": {"prompts": inspection.prompts, "tokens": inspection.tokens, "longer": inspection.longer},
         "members": q.members,
         "calibration": None if q.calibration is None else q.calibration.hash,
     }

@@ -1,0 +1,49 @@
+"""At which lengths a recipe's code changes, and a prompt long enough to pass them all.
+
+A golden of short prompts never enters a second chunk of the delta rule, a second tile of keys or a second page, and
+what is wrong there cannot show in it. Local replay needs no golden tokens, only some: so it also runs one prompt made
+of the golden's own, long enough.
+"""
+
+from harness.forced_errors import Battery
+from variants.axes import Execution
+from variants.recipe import Recipe
+
+WIDEST = 320  # tokens; a longer prompt would cost more than the rest of a verdict
+FORCED = 4
+PAST = 9  # tokens in the piece that comes last, so that it is neither empty nor whole
+
+
+def lengths_of(recipe: Recipe) -> dict[str, int]:
+    """What changes with length under a recipe, and the tokens after which it does: {"second chunk": 64, ...}."""
+    found: dict[str, int] = {}
+    for phase in ("prefill", "decode"):
+        core, attention = recipe.rules[f"kda_core.{phase}"], recipe.rules[f"mla_core.{phase}"]
+        size, tile = dict(core.options).get("chunk_size", 0), dict(attention.options).get("tile_k", 0)
+        splits = dict(attention.options).get("kv_splits", 1)
+        found |= {f"chunk {n} of the delta rule": size * (n - 1) for n in (2, 3) if size > 1}
+        found |= {"second tile of keys": tile} if tile > 1 else {}
+        found |= {f"{splits} runs of keys": tile * splits} if splits > 1 else {}
+    run = recipe.execution
+    found |= {"second piece of prefill": run.prefill_piece} if run.prefill_piece else {}
+    return found | ({"second page": run.block_size} if run.mode is Execution.paged else {})
+
+
+def beyond(recipe: Recipe, battery: Battery) -> list[str]:
+    """What no sequence of a battery reaches, in words for a reader."""
+    longest = max(len(p) + len(c) for p, c in zip(battery.prompts, battery.continuations, strict=True))
+    return [f"{what} (after {size} tokens)" for what, size in lengths_of(recipe).items() if longest <= size]
+
+
+def long_enough(recipe: Recipe, battery: Battery, max_length: int) -> Battery | None:
+    """One prompt of the battery's own tokens, again and again, that passes every length up to WIDEST.
+
+    None where the battery's prompts do so themselves.
+    """
+    limit = min(WIDEST, max_length - FORCED - PAST)
+    wanted = max((size for size in lengths_of(recipe).values() if size <= limit), default=0) + PAST
+    if wanted == PAST or max(map(len, battery.prompts)) >= wanted:
+        return None
+    ids = [t for p, c in zip(battery.prompts, battery.continuations, strict=True) for t in (*p, *c)]
+    ids *= -(-(wanted + FORCED) // len(ids))
+    return Battery(prompts=[ids[:wanted]], continuations=[ids[wanted : wanted + FORCED]])
