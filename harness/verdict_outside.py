@@ -23,7 +23,7 @@ from harness.gate import GateResult
 from harness.golden_data import ENDED, Golden
 from harness.inspect import make_oracle
 from harness.judge import ALPHA, Evidence, divergences, noise_nats
-from harness.verdict import Finding, Verdict, conclude, end_findings
+from harness.verdict import GROSS, Finding, Verdict, conclude, end_findings
 from harness.verdict_semantics import LEAST, explained_by
 from variants.dtypes import DType
 from variants.recipe import Recipe, Semantics
@@ -31,8 +31,6 @@ from variants.weights import Casts
 
 # ln. Another engine's sums go in an order of their own, which no recipe names: MLX's float32 stands e^0.5 over ours.
 EXCESS = 1.0
-# ln. So far no order of sums goes, and no few places or members make it a matter of chance.
-GROSS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from harness.lockstep import Stepper
 from harness.oracle import Forced
 from harness.probes import Tap
 from harness.verdict import (
+    GROSS,
     Finding,
     Verdict,
     conclude,
@@ -213,13 +214,16 @@ def _named(q: Question) -> dict[str, Recipe]:
 
 
 def _outside(q: Question, own: Envelope) -> list[Finding]:
-    """An error beyond the envelope at a layer's output, corrected for the number of layers."""
+    """An error beyond the envelope at a layer's output: too unlikely, corrected for the number of layers, or gross.
+
+    From few members or few places no p is small, however large the error is.
+    """
     errors = own.table.parties[CANDIDATE].rms[0]
     known = q.calibration is not None and q.calibration.covers(q.declared)
     found = q.calibration.judge(q.declared, own, errors) if q.calibration and known else alone(own, errors)
-    if found.p.min() >= ENVELOPE_P:
-        return []
     excess = own.excess(errors)
+    if found.p.min() >= ENVELOPE_P and excess.max() < GROSS:
+        return []
     jump = int(np.argmax(np.diff(excess, prepend=0.0)))  # where the error rises most, not where it is first seen
     site, layer = own.places[jump]
     size = f"error e^{excess[jump]:+.2f} of the envelope of its recipe, smallest p {found.p.min():.1e}"
