@@ -1,6 +1,7 @@
 """`neartie power`: planted defects and benign variants under every rule side by side; the confusion matrix.
 
-Cells that are finished stay in the folder's cells.csv, so a run that is stopped goes on where it was.
+Cells that are finished stay in the folder's cells.csv, so a run that is stopped goes on where it was; one that is whole
+packs them as cells.csv.xz.
 """
 
 import csv
@@ -29,7 +30,7 @@ from harness.power_report import (
     missed,
     unexercised,
 )
-from harness.power_rows import Row, append_rows, read_rows, row_of, setting
+from harness.power_rows import Row, append_rows, pack_rows, read_rows, row_of, setting
 from harness.power_rules import RULES, judge_all
 from harness.progress import progress
 from harness.provenance import environment
@@ -87,6 +88,7 @@ def run(config: Settings, flags: Flags) -> int:
         for rows in _finished(_tasks(left, folder, config, scored=not quick), config.workers, len(left)):
             append_rows(out / "cells.csv", rows)
             done += rows
+        pack_rows(out / "cells.csv", read_rows(out / "cells.csv", shared))
         matrix = confusion(done)
         _write_tables(out, done, matrix)
         figure = plot_power(matrix, out / "power.png")

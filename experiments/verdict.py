@@ -12,6 +12,7 @@ from harness import strict_json
 from harness.calibration import find_calibration
 from harness.compose import named_variant
 from harness.config import READS, Config, EngineChoice, EngineKind
+from harness.divergence import FAR
 from harness.engines import make_engine
 from harness.engines.assets import checkpoint_folder
 from harness.engines.local import LocalEngine, shared_casts
@@ -107,7 +108,7 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
         golden=golden,
         engine=engine,
         casts=casts,
-        declared=engine.recipe if isinstance(engine, LocalEngine) else _taken_for(config, casts.checkpoint.config),
+        declared=engine.recipe if isinstance(engine, LocalEngine) else taken_for(config, casts.checkpoint.config),
         reference=resolve(named_variant(config.reference), model),
         members=config.members,
         seed=config.seed,
@@ -142,7 +143,7 @@ def _outside(
     question = OutsideQuestion(
         golden=golden,
         casts=casts,
-        declared=_taken_for(config, casts.checkpoint.config),
+        declared=taken_for(config, casts.checkpoint.config),
         reference=resolve(named_variant(config.reference), casts.checkpoint.config),
         members=config.members,
         seed=config.seed,
@@ -160,7 +161,7 @@ def _oracle(config: Settings, golden: Golden) -> Casts | None:
     return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, config.device.torch_name)
 
 
-def _taken_for(config: Settings, model: ModelConfig) -> Recipe:
+def taken_for(config: Settings, model: ModelConfig) -> Recipe:
     """The recipe that an engine which is none of ours is held against; one that names no dtype is taken for bf16.
 
     Raises UsageError for one that does not carry state.
@@ -219,10 +220,12 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
         )
     seen, total = f.get("inspected"), gate.golden.tokens[0].shape
     if isinstance(seen, dict):
+        walked = f["enveloped"]
+        assert isinstance(walked, dict)
+        envelope = f"envelope over {walked['prompts']} x {walked['tokens']} and at every divergence"
+        replayed = f"replayed {seen['prompts']} x {seen['tokens']} of {total[0]} x {total[1]} tokens, site by site"
         longer = f", and one prompt of {seen['longer']} for what begins later" if seen.get("longer") else ""
-        lines.append(
-            f"replayed {seen['prompts']} x {seen['tokens']} of {total[0]} x {total[1]} tokens, site by site{longer}"
-        )
+        lines.append(f"{replayed}{longer}; {envelope}")
     if unseen := f.get("not_reached"):
         assert isinstance(unseen, list)
         lines.append(f"no sequence here reaches: {', '.join(unseen)}; a fault that begins there cannot show")
@@ -234,9 +237,16 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
     if verdict.divergences:
         forced = "tokens" not in verdict.instruments
         head = "divergences, teacher-forced on the golden's prefix:" if forced else "first divergences:"
-        lines += ["", head]
-        lines += [f"  {d.reason}" for d in verdict.divergences]
+        lines += ["", head, *(f"  {d.reason}" for d in verdict.divergences), *_far(f.get("far"))]
     return "\n".join(lines)
+
+
+def _far(counts: object) -> list[str]:
+    """How many divergences lie far from the golden's token, by class."""
+    if not (isinstance(counts, dict) and counts):
+        return []
+    told = ", ".join(f"{n} {cause}" for cause, n in counts.items())
+    return [f"{sum(counts.values())} of these more than {FAR:g} nat from the golden's token: {told}"]
 
 
 def _outputs(figures: Mapping[str, object]) -> list[str]:

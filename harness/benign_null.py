@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.significance import empirical_p
 from variants.errors import UsageError
 
 DRAWS = 4000
@@ -48,10 +49,9 @@ def outside(own: np.ndarray, correct: np.ndarray, *, draws: int = DRAWS, seed: i
             return np.where(sd > 0, (shift - mean) / sd, np.where(shift > mean, np.inf, 0.0))
 
     pool = np.concatenate([seen, own - of_variant.mean(0)])
-    worst = np.sort(z(variant + _means(pool, len(own), draws, random)).max(-1))
+    worst = z(variant + _means(pool, len(own), draws, random)).max(-1)
     found = z(own.mean(0))
-    at_least = draws - np.searchsorted(worst, found, side="left")
-    return Outside(z=found, p=(1 + at_least) / (1 + draws))
+    return Outside(z=found, p=empirical_p(found, worst))
 
 
 def _prompt_parts(shifts: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ Everything is teacher-forced on the golden's prefix. The oracle says what the ma
 side was seen to have another one; the distance between is held against the noise that its own arithmetic causes there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -12,6 +13,7 @@ import numpy as np
 from harness.significance import upper_t
 
 SAME = 1e-9  # nats: the order of float64 sums
+FAR = 0.25  # nats between a candidate's token and the golden's, from which on a place is counted as far
 
 
 class Cause(Enum):
@@ -100,6 +102,12 @@ class Divergence:
         size = {"oracle_margin_nats": self.margin, "oracle_margin_ulp": self.ulps, "ulp_of": self.logits_format or None}
         rest = {"p": self.p, "class": self.cause.value, "evidence": self.evidence}
         return {**own, **seen, **size, **rest, "reason": self.reason}
+
+
+def far(found: Sequence[Divergence]) -> dict[str, int]:
+    """How many divergences of each class lie where the candidate puts its token more than FAR above the golden's."""
+    causes = [d.cause for d in found if -d.candidate.margin > FAR]
+    return {cause.value: causes.count(cause) for cause in Cause if cause in causes}
 
 
 def side_p(side: Side, oracle: float, members: int) -> float:

@@ -8,7 +8,7 @@ correct run shows is asked of its shifts, prompt by prompt (`harness.benign_null
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,6 +50,11 @@ class Envelope:
     def head(self) -> int:
         """Which of `places` is the logits."""
         return next(i for i, (site, _) in enumerate(self.places) if site == "lm_head")
+
+    def part(self, keep: np.ndarray) -> "Envelope":
+        """The positions at which bool [P] is true."""
+        errors, deviations = self.errors[..., keep], self.deviations[:, keep]
+        return replace(self, table=self.table.part(keep), errors=errors, deviations=deviations)
 
     @property
     def rms(self) -> np.ndarray:

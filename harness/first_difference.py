@@ -6,6 +6,7 @@ round there, so nothing upstream counts. *In function*: the same with A raised t
 left to hide behind: a constant, an eps, a parameter that one of them has otherwise.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from harness.lockstep import walk
 from harness.mixing import PHASES
 from harness.numerics import policy
 from harness.op_error import allowed
-from harness.probes import Against, Place, Tap
+from harness.probes import Against, Passes, Place
 from variants.axes import Execution
 from variants.decode import Sequences
 from variants.dtypes import DType
@@ -91,16 +92,23 @@ def _continuation(spot: Spot) -> list[int]:
 
 
 def _first_value(runner: Runner, a: Recipe, b: Recipe, spot: Spot) -> ValueDifference | None:
-    tap, found, step = Tap(), [], 0
+    tap, found, step, done = Passes(), [], 0, 0
+
+    def same_pass() -> Mapping[Place, Sequence[Tensor]]:
+        """A's values of the pass that B begins: a prompt in pieces has several before the first logits."""
+        nonlocal done
+        done += 1
+        return tap.passes[done - 1][1]
 
     def compare(place: Place, mine: Tensor, theirs: Tensor) -> bool:
         if not found and mine.shape == theirs.shape and not torch.equal(mine.double(), theirs.double()):
             found.append(ValueDifference(site=place[0], layer=place[1], step=step, relative=_relative(mine, theirs)))
         return False
 
-    models = [runner.model(a, probe=tap), runner.model(b, probe=Against(lambda: tap.calls, compare))]
+    models = [runner.model(a, probe=tap), runner.model(b, probe=Against(same_pass, compare))]
     for position in walk(models, [spot.prompt], [_continuation(spot)]):
-        step = position.t + 1
+        step, done = position.t + 1, 0
+        tap.passes.clear()
         if found:
             return found[0]
     return None

@@ -85,6 +85,20 @@ class ErrorTable:
     oracle_logprobs: np.ndarray
     parties: dict[str, PartyErrors]
 
+    def part(self, keep: np.ndarray) -> "ErrorTable":
+        """The positions at which bool [P] is true."""
+        parties = {
+            name: PartyErrors(rms=p.rms[..., keep], deviations=p.deviations[:, keep])
+            for name, p in self.parties.items()
+        }
+        return ErrorTable(
+            positions=self.positions[keep],
+            scale=self.scale[:, keep],
+            ids=self.ids[keep],
+            oracle_logprobs=self.oracle_logprobs[keep],
+            parties=parties,
+        )
+
     def index(self, prompt: int, t: int) -> int:
         """The position of (prompt, t). Raises UsageError where there is none."""
         found = np.flatnonzero((self.positions == (prompt, t)).all(-1))
@@ -119,7 +133,8 @@ def errors_against(
     walked = [n for n, forced in enumerate(battery.continuations) if forced]
     copies = sum(p.copies for p in parties.values()) + 1
     with progress("forcing", len(walked)) as done:
-        for number, near in enumerate(groups([battery.prompts[n] for n in walked], copies)):
+        lengths = [len(battery.continuations[n]) for n in walked]
+        for number, near in enumerate(groups([battery.prompts[n] for n in walked], copies, lengths)):
             rows = [walked[i] for i in near]
             begin(number)
             parts += _walk_group(oracle, parties, battery, rows, tuple(places), head)
@@ -128,10 +143,13 @@ def errors_against(
     return _joined(parts, list(parties))
 
 
-def groups(prompts: Sequence[Tokens], copies: int) -> list[list[int]]:
-    """Prompts in groups of like length, so that `copies` of each fit one batch and little of it is padding."""
+def groups(prompts: Sequence[Tokens], copies: int, steps: Sequence[int] = ()) -> list[list[int]]:
+    """Prompts in groups of like length, so that `copies` of each fit one batch and little of it is padding.
+
+    steps: tokens that follow each prompt; those that are followed by as many come together first.
+    """
     size = max(1, ROWS_AT_ONCE // copies)
-    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+    order = sorted(range(len(prompts)), key=lambda i: (steps[i] if steps else 0, len(prompts[i]), i))
     return [order[i : i + size] for i in range(0, len(order), size)]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from variants.dtypes import narrowest_holding, ulp
 from variants.recipe import Place, Recipe, Rule
 from variants.rounding import Step
-from variants.sites import ALL_SITES, BY_EXPERT, BY_KEY, BY_ROW, BY_TOKEN
+from variants.sites import ALL_SITES, BY_EXPERT, BY_KEY, BY_ROW, BY_TOKEN, CHUNK_SITES
 
 # Rounding inside an operation beyond its last store, in units of its accumulation format at the value's typical size.
 # The chunked delta rule inverts a matrix and subtracts large terms: its error at single positions is larger. Measured
@@ -119,7 +119,7 @@ def _with_inside(recipe: Recipe, place: Place, phase: str) -> Rule:
 
 def inner_units(rule: Rule) -> float:
     """What an operation may err inside itself, in units of its accumulation format."""
-    if rule.algorithm == "chunk":
+    if rule.algorithm in ("chunk", "chunk_inner"):
         return CHUNK_UNITS
     return ELEMENTWISE_UNITS if rule.algorithm.startswith(ELEMENTWISE) else SUM_UNITS
 
@@ -185,7 +185,7 @@ def real_tokens(step: Step, width: int, *, by_key: bool = False) -> Tensor | Non
 def note_positions(
     entry: OpError, ratio: Tensor, starts: tuple[int, ...] | None, step: Step, *, by_key: bool = False
 ) -> None:
-    """Enter ratios [rows, positions] of error over bound; experts' rows have no position of their own: -1."""
+    """Enter ratios [rows, positions] of error over bound; rows of experts and chunks have no position: -1."""
     real = None if starts is None else real_tokens(step, ratio.shape[1], by_key=by_key)
     ratio = ratio if real is None else torch.where(real.to(ratio.device), ratio, 0.0)
     entry.positions += ratio.numel() if real is None else int(real.sum())
@@ -203,7 +203,7 @@ def note_positions(
 def _layout(x: Tensor, step: Step, site: str) -> tuple[tuple[int, int, int], tuple[int, ...] | None]:
     """The shape (rows, positions, elements) of a value, and the position of each row's first column (None: unknown)."""
     batch = len(step.slots)
-    if site in BY_EXPERT:
+    if site in BY_EXPERT or site in CHUNK_SITES:
         return (x.shape[0], 1, -1), None
     if site in BY_ROW:
         return (batch, 1, -1), tuple(s + n - 1 for s, n in zip(step.starts, step.lengths, strict=True))

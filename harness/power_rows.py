@@ -1,21 +1,26 @@
 """The file of finished cells: one line a cell, appended as it ends, so that a stopped experiment goes on where it was.
 
-A file is of one checkpoint, one pair of goldens and one state of the instruments; another's is refused, not mixed.
+A file is of one checkpoint, one pair of goldens and one state of the instruments; another's is refused, not mixed. What
+is whole is packed: `cells.csv.xz` holds the lines then, and a `cells.csv` beside it those that were added since.
 """
 
 import csv
 import hashlib
+import io
 import json
-from collections.abc import Iterable, Iterator
+import lzma
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 from harness.calibration import shipped_calibration
 from harness.golden import load_golden
 from harness.power_cells import Cell
 from harness.power_rules import RULES, Judgement
-from variants.errors import DeviceError, UsageError
+from variants.errors import DeviceError, InputError, UsageError
 
 PLACED = ("ladder_replay", "replay_f64", "replay_f32", "replay", "ladder", "envelope")
 INSTRUMENTS = (
@@ -72,24 +77,40 @@ def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def read_rows(path: Path, expected_setting: str) -> list[Row]:
-    """Finished cells, none where there is no file; a last line that was torn off by a killed run is left out.
+def packed(path: Path) -> Path:
+    """Where the lines of a file of cells lie once they are packed."""
+    return path.with_name(path.name + ".xz")
 
-    Raises UsageError for a file of another setting or of other columns.
+
+def read_rows(path: Path, expected_setting: str) -> list[Row]:
+    """Finished cells, packed ones first, none where there is no file; a last line that a killed run tore is left out.
+
+    Raises UsageError for a file of another setting or of other columns, InputError for a packed one that is damaged.
     """
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise UsageError(f"{path} was written with other rules or columns; name another folder with out=")
-        rows = [row for row in reader if None not in row.values() and None not in row]
+    rows = [row for text in _texts(path) for row in _parsed(path, text)]
     other = {row["setting"] for row in rows} - {expected_setting}
     if other:
         raise UsageError(
             f"{path} is of setting {other.pop()}, this is {expected_setting}: other code or inputs; name another out="
         )
-    return rows
+    return list({row["key"]: row for row in rows}.values())
+
+
+def _texts(path: Path) -> Iterator[str]:
+    if packed(path).is_file():
+        try:
+            yield lzma.decompress(packed(path).read_bytes()).decode("utf-8")
+        except (lzma.LZMAError, UnicodeDecodeError) as error:
+            raise InputError(f"{packed(path)}: damaged ({error}); restore it, or name another out=") from error
+    if path.is_file():
+        yield path.read_text(encoding="utf-8")
+
+
+def _parsed(path: Path, text: str) -> list[Row]:
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise UsageError(f"{path} was written with other rules or columns; name another folder with out=")
+    return [row for row in reader if None not in row.values() and None not in row]
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
@@ -102,9 +123,29 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
             if not whole.endswith(b"\n"):
                 path.write_bytes(whole[: whole.rfind(b"\n") + 1])
         with path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if fresh:
-                writer.writeheader()
-            writer.writerows(rows)
+            _write(file, rows, header=fresh)
     except OSError as error:
-        raise DeviceError(f"cannot write {path}: {error.strerror}; name another folder with out=") from error
+        raise _unwritable(path, error) from error
+
+
+def pack_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Put all lines into the packed file, by key, and remove the plain one; killed between the two loses nothing."""
+    text, unfinished = io.StringIO(newline=""), packed(path).with_suffix(".tmp")
+    _write(text, sorted(rows, key=lambda row: row["key"]), header=True)
+    try:
+        unfinished.write_bytes(lzma.compress(text.getvalue().encode("utf-8"), preset=9 | lzma.PRESET_EXTREME))
+        os.replace(unfinished, packed(path))
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _write(file: TextIO, rows: Iterable[Row], *, header: bool) -> None:
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+
+
+def _unwritable(path: Path, error: OSError) -> DeviceError:
+    return DeviceError(f"cannot write {path}: {error.strerror}; name another folder with out=")

@@ -20,6 +20,8 @@ from variants.recipe import Recipe
 
 EOS_RULE = "EOS rule"
 OUTER = ("envelope", "expected_score")  # instruments whose finding is a matter of probability
+# ln over the envelope. So far no order of sums goes, and no few places or members make it a matter of chance.
+GROSS = 2.0
 
 
 class RunClass(Enum):

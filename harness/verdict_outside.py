@@ -25,7 +25,7 @@ from harness.inspect import make_oracle
 from harness.judge import ALPHA, Evidence, divergences, noise_nats
 from harness.reach import beyond
 from harness.shared_code import sound_oracle
-from harness.verdict import Finding, Verdict, conclude, end_findings
+from harness.verdict import GROSS, Finding, Verdict, conclude, end_findings
 from harness.verdict_semantics import LEAST, explained_by
 from variants.dtypes import DType
 from variants.recipe import Recipe, Semantics
@@ -33,8 +33,6 @@ from variants.weights import Casts
 
 # ln. Another engine's sums go in an order of their own, which no recipe names: MLX's float32 stands e^0.5 over ours.
 EXCESS = 1.0
-# ln. So far no order of sums goes, and no few places or members make it a matter of chance.
-GROSS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +172,16 @@ def _logprobs(
     q: OutsideQuestion, declared: Recipe, battery: Battery, own: Envelope, seen: _Lists, *, at: str = ""
 ) -> tuple[list[Finding], dict[str, object]]:
     """The candidate's logprobs of watched tokens, at the places it shares with the golden, against the members'."""
-    deviations = _deviations(own, seen)
+    return logprob_findings(q, declared, battery=battery, own=own, deviations=_deviations(own, seen), at=at)
+
+
+def logprob_findings(
+    q: OutsideQuestion, declared: Recipe, *, battery: Battery, own: Envelope, deviations: np.ndarray, at: str = ""
+) -> tuple[list[Finding], dict[str, object]]:
+    """What a candidate's logprobs minus the oracle's, [P, W] in nats and NaN for unknown, say beside the members'.
+
+    At most one finding, and its figures. at: the precision that the candidate's code was raised to, none as it runs.
+    """
     places = (~np.isnan(deviations)).sum(-1) > 1
     if places.sum() < 2:
         return [], {}
@@ -234,6 +241,11 @@ def _level(deviations: np.ndarray, floor: np.ndarray) -> np.ndarray:
     count = (~np.isnan(deviations)).sum(-1)
     rms = np.sqrt(np.nansum(deviations**2, -1) / count)
     return np.log(np.maximum(rms, floor)).mean(-1)
+
+
+def seen_deviations(own: Envelope, scored: Scored) -> np.ndarray:
+    """A forced engine's logprobs minus the oracle's, [P, W] in nats; NaN for a token that it did not return."""
+    return _deviations(own, _Lists.of(scored))
 
 
 def _deviations(own: Envelope, seen: _Lists) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.calibration import ENVELOPE_P, Calibration, alone
 from harness.compose import groups, named_variant
-from harness.divergence import Cause, Divergence
+from harness.divergence import Cause, Divergence, far
 from harness.engines.local import LocalEngine
 from harness.engines.protocol import Scored
 from harness.engines.transformers_candidate import TransformersCandidate
@@ -30,6 +30,7 @@ from harness.oracle import Forced
 from harness.probes import Tap
 from harness.shared_code import second_opinion, sound_oracle
 from harness.verdict import (
+    GROSS,
     Finding,
     Verdict,
     conclude,
@@ -38,6 +39,7 @@ from harness.verdict import (
     non_finite_findings,
     replay_findings,
 )
+from harness.verdict_sample import last_places, sampled, sampled_lengths
 from variants.decode import Sequences
 from variants.recipe import Recipe, Semantics, resolve
 from variants.weights import Casts
@@ -83,13 +85,14 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     if invalid:
         made = non_finite_findings(inspection.replays)
         return conclude(made, (), invalid=invalid, bar_met=None, config=config), scored
-    own = _envelope(question, battery, chosen)
-    reference = _reference(question, battery, chosen, own)
+    whole, lengths = _envelope(question, battery, chosen)
+    own = sampled(whole, lengths)
+    reference = _reference(question, battery, chosen, whole)
     expected = _expected(question)
     findings = [*opinion.findings(), *(Finding(instrument="observed", reason=line) for line in contradictions)]
     findings += end_findings(gate.agreement)
     outside = _outside(question, own)
-    found = divergences(_evidence(question, chosen, own, reference))
+    found = divergences(_evidence(question, chosen, whole, reference))
     findings += _inside(question, inspection) or _closer(question, inspection, _suspects(own, outside, found))
     findings += outside
     weak = cannot_discriminate(golden, noise_nats(own))
@@ -101,7 +104,11 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
         config=config,
         inspected=_moderate(own, found),
         instruments=("definition", "local_replay", "ladder", "envelope", "expected_score", "routing"),
-        figures={"definition": opinion.record(), **_figures(question, own, expected, inspection, gate)},
+        figures={
+            "definition": opinion.record(),
+            **_figures(question, own, expected, inspection, gate),
+            "far": far(found),
+        },
     )
     return verdict, scored
 
@@ -128,14 +135,24 @@ def _candidate(q: Question) -> Candidate:
     return TransformersCandidate(q.engine)
 
 
-def _envelope(q: Question, battery: Battery, chosen: np.ndarray) -> Envelope:
-    watched = replace(battery, watch=np.concatenate([_watch(battery), chosen[..., None]], -1))
-    return envelope(q.declared, q.casts, watched, members=q.members, seed=q.seed, candidates={CANDIDATE: _candidate(q)})
+def _envelope(q: Question, battery: Battery, chosen: np.ndarray) -> tuple[Envelope, list[int]]:
+    """The candidate's envelope over a sample and every prompt up to its last divergence, and the sample's lengths."""
+    lengths = sampled_lengths(battery)
+    walked = [max(n, last) for n, last in zip(lengths, last_places(_diverges(q, chosen)), strict=True)]
+    watched = _watching(battery, chosen).cut(walked)
+    found = envelope(
+        q.declared, q.casts, watched, members=q.members, seed=q.seed, candidates={CANDIDATE: _candidate(q)}
+    )
+    return found, lengths
 
 
-def _watch(battery: Battery) -> np.ndarray:
+def _diverges(q: Question, chosen: np.ndarray) -> np.ndarray:
+    return (chosen != q.golden.tokens[0]) & (chosen != ENDED)
+
+
+def _watching(battery: Battery, chosen: np.ndarray) -> Battery:
     assert battery.watch is not None
-    return battery.watch
+    return replace(battery, watch=np.concatenate([battery.watch, chosen[..., None]], -1))
 
 
 def _reference(q: Question, battery: Battery, chosen: np.ndarray, own: Envelope) -> Envelope:
@@ -143,12 +160,11 @@ def _reference(q: Question, battery: Battery, chosen: np.ndarray, own: Envelope)
 
     The candidate's own where it is the same or nothing diverges.
     """
-    diverges = (chosen != q.golden.tokens[0]) & (chosen != ENDED)
+    diverges = _diverges(q, chosen)
     if q.reference.hash == q.declared.hash or not diverges.any():
         return own
-    last = [int(np.flatnonzero(row).max(initial=-1)) + 1 for row in diverges]
-    watched = replace(battery, watch=np.concatenate([_watch(battery), chosen[..., None]], -1))
-    return envelope(q.reference, q.casts, watched.cut(last), members=q.members, seed=q.seed + 1)
+    watched = _watching(battery, chosen).cut(last_places(diverges))
+    return envelope(q.reference, q.casts, watched, members=q.members, seed=q.seed + 1)
 
 
 def _inside(q: Question, inspection: Inspection) -> list[Finding]:
@@ -217,13 +233,16 @@ def _named(q: Question) -> dict[str, Recipe]:
 
 
 def _outside(q: Question, own: Envelope) -> list[Finding]:
-    """An error beyond the envelope at a layer's output, corrected for the number of layers."""
+    """An error beyond the envelope at a layer's output: too unlikely, corrected for the number of layers, or gross.
+
+    From few members or few places no p is small, however large the error is.
+    """
     errors = own.table.parties[CANDIDATE].rms[0]
     known = q.calibration is not None and q.calibration.covers(q.declared)
     found = q.calibration.judge(q.declared, own, errors) if q.calibration and known else alone(own, errors)
-    if found.p.min() >= ENVELOPE_P:
-        return []
     excess = own.excess(errors)
+    if found.p.min() >= ENVELOPE_P and excess.max() < GROSS:
+        return []
     jump = int(np.argmax(np.diff(excess, prepend=0.0)))  # where the error rises most, not where it is first seen
     site, layer = own.places[jump]
     size = f"error e^{excess[jump]:+.2f} of the envelope of its recipe, smallest p {found.p.min():.1e}"
@@ -264,6 +283,7 @@ def _figures(
         "expected_p": expected.p_value(gate.agreement.matched),
         "noise_nats": noise_nats(own),
         "inspected": {"prompts": inspection.prompts, "tokens": inspection.tokens, "longer": inspection.longer},
+        "enveloped": {"prompts": len(np.unique(own.table.positions[:, 0])), "tokens": own.tokens},
         "members": q.members,
         "calibration": None if q.calibration is None else q.calibration.hash,
     }

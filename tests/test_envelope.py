@@ -17,7 +17,7 @@ from harness.envelope import Envelope, envelope, model_maker
 from harness.forced_errors import Battery, Party, errors_against
 from harness.forced_values import LastTokens, ModelCandidate, layer_places
 from harness.golden import load_golden
-from harness.rounding_noise import PlaceNoise, RoundingNoise, last_place, member, noise_plan, twin
+from harness.rounding_noise import PlaceNoise, RoundingNoise, last_place, member, noise_plan, stream, twin
 from variants import decode
 from variants.axes import Gemm, KdaAxes, KdaCore, MlaAxes, MlaCore, NormAxes, NormRounding, NormVariance, Store, Stream
 from variants.dtypes import DType, ulp
@@ -138,11 +138,10 @@ def test_fine_roundings_are_kept_only_before_the_first_coarse_one(odd: Casts) ->
     assert not plan[("mlp_residual", 2, "decode")]
 
 
-@pytest.mark.xfail(reason="fails since several pieces of work were joined; open, told in the closing note")
 def test_a_member_runs_in_float32_where_all_is_coarse_from_the_first_layer_on(odd: Casts) -> None:
     """A bf16 stream does, with coarse noise alone; float32 code, or one coarse site late in it, needs float64.
 
-    The two envelopes of a bf16 recipe agree: float32's own rounding is nothing beside the noise.
+    With the same draws the two envelopes of a bf16 recipe agree: float32's own rounding is nothing beside the noise.
     """
     recipe = resolve(BF16, ODD)
     cheap, noise = member(recipe, odd, tiny.prompt(5), seed=0)
@@ -153,10 +152,21 @@ def test_a_member_runs_in_float32_where_all_is_coarse_from_the_first_layer_on(od
     for other in (fine, late):
         assert {r.accum for r in member(other, odd, tiny.prompt(5), seed=0)[0].rules.values()} == {DType.f64}
     found = envelope(recipe, odd, battery(), members=40, seed=0)
-    wide = RoundingNoise(noise_plan(recipe, odd, tiny.prompt(5)), seed=0)
+    wide = RoundingNoise(noise.plan, seed=0)
     party = Party(ModelCandidate(model_maker(twin(recipe), odd, wide)), copies=40)
-    drawn = errors_against(of_recipe(twin(recipe), odd), {"m": party}, battery(), found.places).parties["m"].rms
-    assert found.levels(found.errors).mean((0, 1)) == pytest.approx(found.levels(drawn).mean((0, 1)), abs=0.05)
+    drawn = (
+        errors_against(
+            of_recipe(twin(recipe), odd),
+            {"m": party},
+            battery(),
+            found.places,
+            begin=lambda g: wide.restart(stream(0, g)),
+        )
+        .parties["m"]
+        .rms
+    )
+    apart = np.abs(found.levels(found.errors) - found.levels(drawn))
+    assert apart.max() < 1e-2
 
 
 TWINS = {

@@ -15,20 +15,21 @@ from harness.lockstep import walk
 from harness.op_error import OpError, enter
 from harness.oracle import oracle_recipe
 from harness.probes import Tap
-from variants.axes import Execution, Gemm, ImplAxes, Stream, Variant
+from variants.axes import Execution, ExecutionAxes, Gemm, ImplAxes, KdaAxes, KdaCore, Stream, Variant
 from variants.decode import Sequences
 from variants.defects import DEFECTS, Spread
 from variants.defects_kinds import Severity
 from variants.dtypes import DType
 from variants.model import Model
-from variants.recipe import Rule, resolve
+from variants.recipe import Recipe, Rule, resolve
 from variants.rounding import RoundAt, Step
-from variants.sites import INSIDE_ATTENTION
+from variants.sites import CHUNK_SITES, INSIDE_ATTENTION
 from variants.weights import Weights
 
 PROMPTS = tiny.ragged([5, 1, 9])
 FORCED = [tiny.prompt(4, seed=70 + n) for n in range(3)]
 BF16 = tiny.plain(Stream.bf16, Gemm.bf16)
+F32 = tiny.plain(Stream.f32, Gemm.f32)
 FAST = ("bf16_engine", "transformers_mirror", "f32_fast")
 # At one layer these exchange no expert of this battery: the run is bit-identical to a correct one.
 NOT_EXERCISED = {"router_bias_scaled", "rounded_correction_bias"}
@@ -72,6 +73,30 @@ def test_a_tap_changes_no_bit(execution: object, stream: Stream) -> None:
     for step in walk([plain, tapped], PROMPTS, FORCED):
         assert torch.equal(*step.logits)
         assert {layer for _, layer in tap.values} == set(range(-1, tiny.ODD.num_layers + 1))
+
+
+@pytest.mark.parametrize("execution", [tiny.INCREMENTAL, replace(tiny.INCREMENTAL, prefill_piece=6)])
+def test_an_oracle_that_runs_in_chunks_is_compared_inside_them(execution: ExecutionAxes) -> None:
+    """Chunks of 3 over ragged rows: the same code in float64 leaves nothing, float32 stays within its bound, and a
+    state that is lost between chunks is seen at the place inside the chunk."""
+    kda = KdaAxes(prefill=KdaCore.chunk, decode=KdaCore.recurrent, chunk_size=3)
+    casts, variant = tiny.casts(), replace(F32, kda=kda, execution=execution)
+    recipe = resolve(variant, casts.checkpoint.config)
+    exact = recipe.at_precision(DType.f64)
+
+    def chunks(at: Recipe, fault: RoundAt | None = None) -> LocalReplay:
+        def make(tap: Tap) -> Sequences:
+            probe = tap if fault is None else Nudge(("kda_h", 0), fault, tap)
+            return Sequences(Model(tiny.ODD, at, Weights(casts, at.semantics), probe=probe), PROMPTS, 4)
+
+        oracle = lambda probe: Model(tiny.ODD, exact, Weights(casts, exact.semantics), probe=probe)  # noqa: E731
+        return local_replay(make, oracle, at, PROMPTS, FORCED)
+
+    same = chunks(exact)
+    assert all(e.error2 == 0 for e in same.errors.values())
+    assert set(CHUNK_SITES) <= {site for site, _ in same.compared}
+    assert chunks(recipe).excess() == []
+    assert chunks(recipe, torch.zeros_like).excess()[0] == ("kda_h", 0, "prefill")
 
 
 def test_taps_hold_one_step() -> None:

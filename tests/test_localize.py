@@ -159,6 +159,16 @@ def test_a_difference_of_function_is_told_from_rounding(made: Casts) -> None:
     assert {e.site for e in first.beyond} == {"decay_gate"}
 
 
+def test_a_prompt_in_pieces_is_compared_piece_by_piece(made: Casts) -> None:
+    """Each piece of B meets the same piece of A: what differs in the last layer alone is found there."""
+    a, b = (r.with_execution(prefill_piece=3) for r in (recipe(F32), rounded(combine=(2,))))
+    assert len(SHORT.prompt) == 9  # pieces of one shape, which could pass for each other
+    first = first_difference(Runner(made), a, b, SHORT)
+    assert first.at_all is not None
+    assert (first.at_all.site, first.at_all.layer, first.at_all.step) == ("combine", 2, 0)
+    assert 1e-4 < first.at_all.relative < 2**-8
+
+
 def test_no_value_differs_between_a_recipe_and_itself(made: Casts) -> None:
     """Nothing at all, and nothing to flip: both choose one token."""
     a = recipe(F32)

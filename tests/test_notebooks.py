@@ -1,6 +1,7 @@
 """Each notebook runs from top to bottom in a kernel of its own and is committed without outputs."""
 
 import csv
+import lzma
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from harness.power_rules import RULES
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
-POWER_ROWS = ROOT / "results" / "power" / "cells.csv"
+POWER_ROWS = ROOT / "results" / "power" / "cells.csv.xz"
 FIGURES = {"near_ties": 2, "campaign": 1, "power": 2 if POWER_ROWS.is_file() else 0}
 ABSOLUTE = re.compile(r"""["'`(\s](/(home|root|tmp|usr|opt|mnt|work|Users|content)\b|[A-Za-z]:\\)""")
 
@@ -102,12 +103,12 @@ def test_power_without_results_says_so(tmp_path: Path) -> None:
     found = outputs(read("power"), checkout(tmp_path))
     assert wrong(found) == []
     assert said(found).splitlines() == [
-        "results/power/cells.csv is not there yet: run `neartie power`; the cells below have nothing to show"
+        "results/power/cells.csv.xz is not there yet: run `neartie power`; the cells below have nothing to show"
     ]
 
 
 def cell(key: str, *, flagged: bool, **more: str) -> dict[str, str]:
-    """A line of cells.csv of which every rule says the same."""
+    """A line of cells.csv.xz of which every rule says the same."""
     scores = {f"{rule}_score": str(0.5 + flagged) for rule in RULES} | {
         f"{rule}_flag": str(int(flagged)) for rule in RULES
     }
@@ -136,7 +137,9 @@ def test_power_reads_the_columns_that_the_experiment_writes(tmp_path: Path) -> N
         cell("caught", flagged=True, **PLANTED, **placed),
         cell("overlooked", flagged=False, **PLANTED),
     ]
-    with (checkout(tmp_path) / "results" / "power" / "cells.csv").open("w", newline="", encoding="utf-8") as file:
+    with lzma.open(
+        checkout(tmp_path) / "results" / "power" / "cells.csv.xz", "wt", newline="", encoding="utf-8"
+    ) as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(lines)

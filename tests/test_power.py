@@ -1,6 +1,5 @@
 """The power experiment: its cells, its rules, its arithmetic, and that a stopped run goes on where it was."""
 
-import csv
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from harness.engines.local import shared_casts
 from harness.power import Bench
 from harness.power_cells import CARRIER, GATE, Cell, benign_words, defect_cells, slices
 from harness.power_report import area, benign, confusion, exercised, share, unexercised
-from harness.power_rows import COLUMNS, append_rows, read_rows, row_of
+from harness.power_rows import COLUMNS, append_rows, pack_rows, packed, read_rows, row_of
 from harness.power_rules import RULES, Judgement, Observed, judge_all
 from harness.power_watch import first_difference
 from harness.significance import Interval
 from variants.defects import DEFECTS
-from variants.errors import UsageError
+from variants.errors import InputError, UsageError
 
 QUIET = Judgement(0.1, False)
 LOUD = Judgement(7.0, True, "mla_core", 3)
@@ -180,6 +179,22 @@ def test_finished_rows_come_back_and_a_torn_one_does_not(tmp_path: Path) -> None
     assert [r["subject"] for r in read_rows(path, "s")] == ["b", "y"]
 
 
+def test_packed_rows_read_as_before_and_more_can_follow(tmp_path: Path) -> None:
+    """Packed and plain lines are one file to a reader, a line that stands in both once; a damaged pack is refused."""
+    path = tmp_path / "cells.csv"
+    rows = [made(1, False), made(2, True, defect="x")]
+    append_rows(path, rows)
+    plain = read_rows(path, "s")
+    pack_rows(path, plain)
+    assert not path.exists()
+    assert read_rows(path, "s") == sorted(plain, key=lambda r: r["key"])
+    append_rows(path, [rows[0], made(3, True, defect="y")])
+    assert [r["subject"] for r in read_rows(path, "s")] == ["b", "x", "y"]
+    packed(path).write_bytes(packed(path).read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"damaged .*restore it"):
+        read_rows(path, "s")
+
+
 def test_another_setting_or_other_columns_are_refused(tmp_path: Path) -> None:
     """Cells of another checkpoint, golden or threshold are not mixed with these."""
     path = tmp_path / "cells.csv"
@@ -207,7 +222,7 @@ def settings(**more: Any) -> command.Settings:
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second run keeps the first one's lines byte for byte and runs only the cell that is missing."""
+    """A second run keeps the first one's lines as they were and runs only the cell that is missing."""
     cells = defect_cells(["rounded_correction_bias", "mla_scaled"], ("light",), ("one",))
     ran: list[str] = []
     observe = Bench.observe
@@ -215,14 +230,13 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
     config = settings(out=str(tmp_path / "power"), results=str(tmp_path), workers=1)
     monkeypatch.setattr(command, "quick_cells", lambda names: cells[:1])
     assert command.run(config, Flags(values={"quick": ""})) == 0
-    first = (tmp_path / "power" / "quick" / "cells.csv").read_bytes()
+    path, shared = tmp_path / "power" / "quick" / "cells.csv", command.setting(bench().casts.checkpoint.sha256)
+    first = read_rows(path, shared)
     monkeypatch.setattr(command, "quick_cells", lambda names: cells)
     assert command.run(config, Flags(values={"quick": "", "json": ""})) == 0
-    path = tmp_path / "power" / "quick" / "cells.csv"
-    assert path.read_bytes().startswith(first)
-    assert ran == [c.key for c in cells]
-    with path.open() as file:
-        rows = {row["defect"]: row for row in csv.DictReader(file)}
+    rows = {row["defect"]: row for row in read_rows(path, shared)}
+    assert (len(first), rows[first[0]["defect"]]) == (1, first[0])
+    assert (ran, path.exists()) == ([c.key for c in cells], False)
     assert [rows[c.defect]["exercised"] for c in cells] == ["0", "1"]
     found = rows["mla_scaled"]
     assert (found["ladder_replay_flag"], found["ladder_replay_site"], found["ladder_replay_layer"]) == (

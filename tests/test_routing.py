@@ -41,8 +41,8 @@ F32 = tiny.plain(Stream.f32, Gemm.f32)
 TOKENS = 4
 
 
-def builder(casts: Casts) -> Build:
-    recipe = resolve(tiny.oracle(), casts.checkpoint.config)
+def builder(casts: Casts, **more: bool) -> Build:
+    recipe = resolve(tiny.oracle(**more), casts.checkpoint.config)
     return lambda probe: Model(casts.checkpoint.config, recipe, Weights(casts, recipe.semantics), probe=probe)
 
 
@@ -100,15 +100,20 @@ def test_forcing_its_own_choice_changes_no_bit() -> None:
     assert torch.equal(again.logits, right.logits)
 
 
-@pytest.mark.xfail(reason="fails since several pieces of work were joined; open, told in the closing note")
 def test_forcing_a_choice_moves_the_margin_from_there_on() -> None:
-    """With another expert at position 10 logits before it stay bit for bit, those at it and after it move."""
-    tokens, right = base()
+    """With another expert at position 10 logits before it stay bit for bit, those at it and after it move.
+
+    In a batch-invariant oracle: an expert that has a row more or less sums its other rows in another order elsewhere.
+    """
+    tokens, build = base()[0], builder(odd(), batch_invariant=True)
+    right = oracle_pass(build, PROMPT, tokens)
     c = right.choices[(1, 10)]
-    moved = oracle_pass(builder(odd()), PROMPT, tokens, ids=swap(c)).logits
+    moved = oracle_pass(build, PROMPT, tokens, ids=swap(c)).logits
     first = 10 - (len(PROMPT) - 1)
     assert torch.equal(moved[:first], right.logits[:first])
     assert all(not torch.equal(a, b) for a, b in zip(moved[first:], right.logits[first:], strict=True))
+    usual = oracle_pass(builder(odd()), PROMPT, tokens, ids=swap(c)).logits
+    assert tiny.relative(usual, moved) < 1e-13
 
 
 def test_sets_are_compared_not_orders() -> None:

@@ -485,7 +485,6 @@ def test_a_fault_that_shows_after_the_sample_is_replayed_where_the_outputs_give_
     assert (v.run_class, v.site, v.layer, v.confidence) == (RunClass.defect, "mla_core", 3, "high")
 
 
-@pytest.mark.xfail(reason="fails since several pieces of work were joined; open, told in the closing note")
 def test_a_fault_that_candidate_and_replay_share_is_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the replay runs the faulty function too it finds nothing; an error far beyond the envelope is a defect."""
     right = kda.CORES["recurrent"]
