@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from variants.errors import UsageError
+
 ROOT = Path(__file__).resolve().parents[1]
 NVIDIA_VERSION = Path("/proc/driver/nvidia/version")
 CPUINFO = Path("/proc/cpuinfo")
 GIT_SECONDS = 20
+COMMIT = "NEARTIE_COMMIT"  # set by whoever copies a tree to a machine without its repository
 # Variables that change the arithmetic behind torch's back; recorded where they are set.
 SWITCHES = (
     "ATEN_CPU_CAPABILITY",
@@ -53,14 +56,22 @@ def environment(*, device: str = "cpu") -> dict[str, object]:
 def checkout(root: Path = ROOT) -> dict[str, object]:
     """`git`: the commit that `root` has checked out; `dirty`: whether anything outside results/ differs from it.
 
-    Untracked files count, since a module need not be committed to be imported. Both null where `root` is not the top of
-    a checkout (installed in somebody else's, say) or git cannot tell.
+    Untracked files count, since a module need not be committed to be imported. Where `root` is not the top of a
+    checkout (a copy on a machine without the repository, say) `git` is what NEARTIE_COMMIT tells, else null, and
+    `dirty` null: nobody has looked. UsageError where that is no commit.
     """
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root.resolve():
-        return {"git": None, "dirty": None}
+        return {"git": _told(), "dirty": None}
     changes = _git(root, "status", "--porcelain", "--", ".", ":(exclude)results")
     return {"git": _git(root, "rev-parse", "--verify", "HEAD"), "dirty": None if changes is None else bool(changes)}
+
+
+def _told() -> str | None:
+    told = os.environ.get(COMMIT)
+    if told is not None and not re.fullmatch(r"[0-9a-f]{40}", told):
+        raise UsageError(f"{COMMIT}={told}: expected the 40 hexadecimal digits of a commit; correct it or unset it")
+    return told
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -55,7 +55,7 @@ def _rms_norm_gated(x, gate, weight, bias, *, activation, eps):
 
 def _gate(raw, a_log, dt_bias):
     heads = a_log.numel()
-    return kda.decay_gate(raw.float(), a_log.view(heads, 1), dt_bias.view(heads, -1))
+    return kda.decay_gate(raw.float(), kda.decay_rate(a_log.view(heads, 1)), dt_bias.view(heads, -1))
 
 
 def _fused_kda_gate(g, a_log, width, *, g_bias):

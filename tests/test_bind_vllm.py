@@ -55,7 +55,6 @@ def by_torch(v: Variant) -> Variant:
 
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("variant", [EXACT, FLASH], ids=["triton_mla", "flash_attn_mla"])
-@pytest.mark.xfail(reason="fails since several pieces of work were joined; open, told in the closing note")
 def test_whole_model_is_the_recipe(variant: Variant) -> None:
     """Through prefill and decode every operation reads and writes what the same recipe by torch does."""
     made, tokens = casts(), [prompt(5, seed=9)]
@@ -119,7 +118,7 @@ def test_delta_rule_keeps_the_orientation_of_states(core: str) -> None:
         operands, state, a_log=a_log, dt_bias=dt_bias, cu_seqlens=torch.arange(n + 1, dtype=torch.int32)
     )
     q, key, value, g, beta = (x.float().transpose(0, 1) for x in operands)
-    decay = kda.decay_gate(g, a_log.view(h, 1), dt_bias.view(h, k))
+    decay = kda.decay_gate(g, kda.decay_rate(a_log.view(h, 1)), dt_bias.view(h, k))
     expected, new = kda.recurrent(kda.l2norm(q) * k**-0.5, kda.l2norm(key), value, decay, beta, state)
     assert relative(after, new) < 1e-5  # the fake's chunks sum in another order
     assert relative(o.transpose(0, 1), expected) < 2**-8

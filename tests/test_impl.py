@@ -44,6 +44,7 @@ from variants.axes import (
     SiteOverride,
     Store,
     Stream,
+    TileOrder,
     Variant,
 )
 from variants.dtypes import DType
@@ -74,6 +75,7 @@ BF16 = Variant(
     elementwise=ElementwiseAxes(swiglu=Order.stepwise),
     execution=CARRIED,
 )
+VLLM_CHUNKS = replace(CHUNKED, chunk_form=ChunkForm.vllm)
 FLOAT32_BOUND = 4e-6  # the order of float32 sums is another one, through three layers
 
 
@@ -110,9 +112,8 @@ def test_every_axis_has_its_operations_and_its_rules() -> None:
     assert len(named) == len(set(named))
     assert {op for op, _ in KERNELS} == set(named)
     assert set(impl_rules.CHUNK_FORMS) == set(impl_rules.FORM_NUMBER) == set(ChunkForm)
-    assert set(kernels.PACKAGES) == set(Impl) - {Impl.torch, Impl.sdpa}
+    assert set(kernels.PACKAGES) == set(Impl) - {Impl.torch}
     assert all(choices(axis)[0] == "torch" for axis in AXES)
-    assert choices("mla")[-1] == "sdpa"
 
 
 @pytest.mark.parametrize(("operation", "impl"), KERNELS, ids=str)
@@ -152,16 +153,6 @@ def test_a_bf16_engine_on_kernels_rounds_where_torch_does() -> None:
     assert got.dtype == expected.dtype == torch.bfloat16
     assert (got == expected).float().mean() > 0.9
     assert relative(got, expected) < 2**-6
-
-
-def test_fused_attention_of_torch_is_an_implementation_of_its_dense_core() -> None:
-    """impl.mla=sdpa: the same function in float32, another algorithm in the recipe, seen as such."""
-    dense = replace(F32, mla=MlaAxes(prefill=MlaCore.dense_f32, decode=MlaCore.dense_f32))
-    fused = with_impl(dense, mla=Impl.sdpa)
-    assert resolve(fused, ODD).rule("mla_core", 1).algorithm == "sdpa"
-    assert relative(logits(fused, [prompt(5)]), logits(dense, [prompt(5)])) < FLOAT32_BOUND
-    assert seen(fused).contradictions == ()
-    assert seen(fused).places["mla_core.decode@0"].functions == {"mla.sdpa:f32"}
 
 
 def test_a_kernel_that_swallows_sites_says_so_and_rounds_there() -> None:
@@ -245,6 +236,21 @@ def test_a_form_of_chunks_names_every_rounding_inside(form: ChunkForm) -> None:
     assert 0 < relative(logits(variant, [prompt(9)], steps=1, made=small()), plain) < 2**-4
 
 
+def test_the_form_of_chunks_in_torch_is_the_kernels() -> None:
+    """torch in vLLM's form rounds where the kernel in that form does, and is nearer to it than to the plain core."""
+    torch_, kernel, plain = (
+        logits(v, [prompt(70)], steps=1, made=small()).float()
+        for v in (
+            replace(F32, kda=VLLM_CHUNKS),
+            with_impl(replace(F32, kda=VLLM_CHUNKS), kda=Impl.triton),
+            replace(F32, kda=CHUNKED),
+        )
+    )
+    assert relative(torch_, kernel) < 0.2 * relative(torch_, plain)
+    raised = resolve(replace(F32, kda=VLLM_CHUNKS), ODD).at_precision(DType.f32).rules["kda_core.prefill"]
+    assert dict(raised.options) == {"chunk_size": 64}, "TF32 products are no float32"
+
+
 def test_no_kernel_has_float64_and_a_raised_recipe_runs_on_torch() -> None:
     """The rungs of ladder and oracle: in float64 torch computes and nothing is swallowed, in float32 kernels do."""
     form = replace(BF16, kda=replace(BF16.kda, chunk_form=ChunkForm.vllm), impl=ALL)
@@ -258,7 +264,7 @@ def test_no_kernel_has_float64_and_a_raised_recipe_runs_on_torch() -> None:
 
 DENSE = replace(F32, mla=MlaAxes(prefill=MlaCore.dense_f32, decode=MlaCore.dense_f32))
 REFUSED: list[tuple[Variant, str, str]] = [
-    (F32, "kda=sdpa", "there is none; choose torch, triton, fla"),
+    (F32, "swiglu=triton", "there is none; choose torch, vllm"),
     (F32, "experts=fla", "there is none; choose torch, triton"),
     (replace(F32, kda=KdaAxes()), "kda=triton", "no island_f64; set kda.prefill to recurrent or chunk"),
     (replace(F32, kda=replace(STEPS, state=Store.bf16)), "kda=triton", "set kda.state=f32 or keep"),
@@ -266,8 +272,7 @@ REFUSED: list[tuple[Variant, str, str]] = [
     (replace(F32, kda=CHUNKED), "kda=fla", "its chunks round as fla does; set kda.chunk_form to that"),
     (replace(F32, kda=replace(CHUNKED, chunk_form=ChunkForm.fla)), "kda=fla", "set kda.inputs=bf16, or gemm=bf16"),
     (DENSE, "mla=triton", "no dense_f32; set mla.prefill to flash or absorbed"),
-    (F32, "mla=sdpa", "no flash; set mla.prefill to dense_f32 or dense_bf16"),
-    (replace(DENSE, batch_invariant=True), "mla=sdpa", "set batch_invariant=false"),
+    (replace(F32, mla=replace(TILES, tile_order=TileOrder.backward)), "mla=triton", "set mla.tile_order=forward"),
     (replace(BF16, elementwise=ElementwiseAxes(conv=Order.stepwise)), "conv=triton", "set elementwise.conv=once"),
     (replace(BF16, norm=NormAxes(variance=NormVariance.mixed)), "norms=triton", "set norm.variance=stored"),
     (replace(BF16, norm=NormAxes(rounding=NormRounding.twice)), "norms=fla", "set norm.rounding=once"),
@@ -309,9 +314,11 @@ def test_an_override_inside_a_kernel_that_keeps_float32_is_refused() -> None:
 
 
 def test_a_form_of_chunks_needs_a_kernel_that_has_it() -> None:
-    """torch multiplies in float32, so vLLM's form is refused there; without a chunk core it has no effect."""
-    with pytest.raises(UsageError, match=r"kda.chunk_form=vllm: .*impl.kda=triton"):
-        resolve(replace(F32, kda=replace(CHUNKED, chunk_form=ChunkForm.vllm)), ODD)
+    """torch has vLLM's form alone, in chunks of 64 and float32; without a chunk core a form has no effect."""
+    other = (replace(CHUNKED, chunk_form=ChunkForm.fla), replace(CHUNKED, chunk_form=ChunkForm.vllm, chunk_size=32))
+    for refused in (*(replace(F32, kda=k) for k in other), replace(F32, kda=VLLM_CHUNKS, stream=Stream.f64)):
+        with pytest.raises(UsageError, match=r"kda.chunk_form=\w+: torch has vllm's.*impl.kda=triton"):
+            resolve(refused, ODD)
     with pytest.raises(UsageError, match=r"kda.chunk_form=vllm .*no chunk core"):
         replace(F32, kda=replace(STEPS, chunk_form=ChunkForm.vllm), impl=ALL)
 

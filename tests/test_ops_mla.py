@@ -50,9 +50,9 @@ def defined(x: Inputs, scale: float) -> Tensor:
     return out
 
 
-def tiled(tile_q: int, tile_k: int, *, rows: bool = False) -> Core:
+def tiled(tile_q: int, tile_k: int, *, rows: bool = False, **more: int) -> Core:
     core = mla.rows if rows else mla.tiles
-    return lambda x, s: core(*x, scale=s, tile_q=tile_q, tile_k=tile_k)
+    return lambda x, s: core(*x, scale=s, tile_q=tile_q, tile_k=tile_k, **more)
 
 
 def dense(x: Inputs, scale: float) -> Tensor:
@@ -65,6 +65,7 @@ CORES: dict[str, Core] = {
     "one key at a time": tiled(1, 1),
     "tiles 4 x 3": tiled(4, 3),
     "tiles 128 x 128": tiled(128, 128),
+    "tiles 4 x 3 backward": tiled(4, 3, backward=1),
     "rows": tiled(1, 5, rows=True),
 }
 

@@ -13,6 +13,7 @@ from harness import provenance
 from harness.ledger_schema import FIELDS
 from harness.provenance import checkout, cpu_model, environment
 from harness.strict_json import encode
+from variants.errors import UsageError
 
 
 @pytest.fixture
@@ -88,6 +89,16 @@ def test_git_variables_of_a_hook_do_not_mislead(repository: Path, monkeypatch: p
     before = checkout(repository)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "another" / ".git"))
     assert checkout(repository) == before
+
+
+def test_a_copy_has_the_commit_that_it_was_told(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Outside a checkout NEARTIE_COMMIT names it, whether it was changed unknown; a checkout knows better."""
+    monkeypatch.setenv("NEARTIE_COMMIT", "a" * 40)
+    assert checkout(tmp_path) == {"git": "a" * 40, "dirty": None}
+    assert checkout(repository)["git"] == git(repository, "rev-parse", "HEAD")
+    monkeypatch.setenv("NEARTIE_COMMIT", "main")
+    with pytest.raises(UsageError, match="NEARTIE_COMMIT=main: expected the 40"):
+        checkout(tmp_path)
 
 
 def test_outside_a_checkout_git_is_null(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

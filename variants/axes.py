@@ -81,7 +81,10 @@ class KdaCore(Enum):
 
 
 class MlaCore(Enum):
-    """Softmax attention: host float64 island; dense; one key at a time; tiles of keys; over the latent (absorbed)."""
+    """Softmax attention: host float64 island; dense; one key at a time; tiles of keys; over the latent (absorbed).
+
+    `sdpa` is the library's own fused attention, in float32.
+    """
 
     island_f64 = "island_f64"
     dense_f32 = "dense_f32"
@@ -96,7 +99,7 @@ class ChunkForm(Enum):
     """How the chunked core rounds inside: nothing but what `override` names, or as vLLM's or fla's kernels do.
 
     The engines' forms round every site inside a chunk to bf16, take some products at TF32 and place the query's scale
-    their own way: they are forms of kernels, and `impl.kda` must name one that has them.
+    their own way. torch has vLLM's form, in products whose operands are cut to TF32; fla's is that of kernels alone.
     """
 
     plain = "plain"
@@ -141,6 +144,13 @@ class Order(Enum):
     stepwise = "stepwise"
 
 
+class TileOrder(Enum):
+    """Which end of the keys an online softmax begins at: the first token's tile, or the last one's."""
+
+    forward = "forward"
+    backward = "backward"
+
+
 class Param(Enum):
     """A parameter used as the checkpoint stores it, or rounded to bf16 when it is loaded."""
 
@@ -149,13 +159,12 @@ class Param(Enum):
 
 
 class Impl(Enum):
-    """Who computes an operation: torch, our Triton kernels, fla's, vLLM's, or torch's own fused attention."""
+    """Who computes an operation: torch, our Triton kernels, fla's, or vLLM's."""
 
     torch = "torch"
     triton = "triton"
     fla = "fla"
     vllm = "vllm"
-    sdpa = "sdpa"
 
 
 class Status(Enum):
@@ -218,16 +227,21 @@ class MlaAxes:
     cache: KvCache = KvCache.latent
     tile_q: int = 128
     tile_k: int = 128
+    tile_order: TileOrder = TileOrder.forward
     kv_splits: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeAxes:
-    """`expert_out` is where each chosen expert's weighted output is stored, `expert_sum` the running sum over them."""
+    """`expert_out` is where each chosen expert's weighted output is stored, `expert_sum` the running sum over them.
+
+    `weighting`: the down product is rounded before it is weighted, as products are, or once, after the weight.
+    """
 
     router: Router = Router.bf16
     router_scale: RouterScale = RouterScale.after
     experts: Experts = Experts.loop
+    weighting: Order = Order.stepwise
     expert_out: Store = Store.keep
     expert_sum: Store = Store.keep
 

@@ -16,6 +16,7 @@ from variants.axes import (
     Preempt,
     Store,
     Stream,
+    TileOrder,
     Variant,
 )
 from variants.errors import UsageError
@@ -74,6 +75,9 @@ def _mla(v: Variant) -> Iterator[Refusal]:
     tiled = {MlaCore.flash, MlaCore.absorbed}
     yield mla.tile_q != 128 and MlaCore.flash not in cores, f"mla.tile_q={mla.tile_q}", "no flash core"
     yield mla.tile_k != 128 and not tiled & cores, f"mla.tile_k={mla.tile_k}", "no flash or absorbed core"
+    order = mla.tile_order
+    ordered = order is not TileOrder.forward
+    yield ordered and not tiled & cores, f"mla.tile_order={order.name}", "no flash or absorbed core"
     yield mla.kv_splits != 1 and not LATENT & cores, f"mla.kv_splits={mla.kv_splits}", "no absorbed core"
     yield (
         mla.cache is KvCache.expanded and bool(LATENT & cores),
@@ -97,6 +101,8 @@ def _batch_invariant(v: Variant) -> Iterator[Refusal]:
         return
     yield v.fused_projections, "fused_projections=true", "batch_invariant names one order for each product"
     yield v.fused_elementwise, "fused_elementwise=true", "batch_invariant minds each element's place"
+    backward = v.mla.tile_order is not TileOrder.forward
+    yield backward, f"mla.tile_order={v.mla.tile_order.name}", "batch_invariant goes forward"
     yield v.mla.tile_q != 128, f"mla.tile_q={v.mla.tile_q}", "batch_invariant runs each query alone"
     for name, core in (("mla.prefill", v.mla.prefill), ("mla.decode", v.mla.decode)):
         yield core in NO_ROWS, f"batch_invariant=true with {name}={core.name}", "that core has no row-by-row form"
@@ -107,6 +113,8 @@ def _batch_invariant(v: Variant) -> Iterator[Refusal]:
 
 def _stream(v: Variant) -> Iterator[Refusal]:
     """Settings that only differ where something is stored narrower than it is computed."""
+    once = v.moe.weighting is Order.once
+    yield once and v.gemm not in (Gemm.bf16, Gemm.f16), "moe.weighting=once", "products are not narrow"
     narrow_products = v.gemm in (Gemm.bf16, Gemm.f16)
     wide_sum = v.stream in (Stream.f64, Stream.f32) and not v.override
     wide_norm = v.stream in (Stream.f64, Stream.f32, Stream.bf16_in_place) and not v.override

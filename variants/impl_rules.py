@@ -9,7 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import NoReturn
 
-from variants.axes import ChunkForm, Impl, ImplAxes, KdaCore, L2NormEps, MlaCore, NormVariance, Store, Variant
+from variants.axes import (
+    ChunkForm,
+    Impl,
+    ImplAxes,
+    KdaCore,
+    L2NormEps,
+    MlaCore,
+    NormVariance,
+    Store,
+    TileOrder,
+    Variant,
+)
 from variants.dtypes import DType
 from variants.errors import UsageError
 from variants.impl_rules_vllm import refined
@@ -47,10 +58,7 @@ def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:
     """
     out = dict(rules)
     if variant.kda.chunk_form is not ChunkForm.plain and variant.impl.kda is Impl.torch:
-        raise UsageError(
-            f"variant.kda.chunk_form={variant.kda.chunk_form.name}: torch has no products in TF32; set "
-            "impl.kda=triton, or name single roundings inside a chunk by override"
-        )
+        out |= _torch_form(variant, rules)
     for axis in fields(ImplAxes):
         impl = getattr(variant.impl, axis.name)
         if not has(axis.name, impl):
@@ -61,6 +69,22 @@ def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:
             out |= _AXES[axis.name](variant, impl, out)
             out |= refined(axis.name, variant, out) if impl is Impl.vllm else {}
     return out
+
+
+def _torch_form(v: Variant, rules: Mapping[str, Rule]) -> Rules:
+    """The chunked core of torch in an engine's form: its roundings at every site inside, and of normalised q and k."""
+    form, inner = v.kda.chunk_form, CHUNK_FORMS[v.kda.chunk_form]
+    if form is not ChunkForm.vllm or v.kda.chunk_size != 64 or rules["decay_gate"].accum is not DType.f32:
+        raise UsageError(
+            f"variant.kda.chunk_form={form.name}: torch has vllm's, in chunks of 64 and in float32; set "
+            "impl.kda=triton or fla, kda.chunk_size=64 and a stream of f32 or narrower, or name roundings by override"
+        )
+    phases = [p for p in PHASES if getattr(v.kda, p) is KdaCore.chunk]
+    keys = [*CHUNK_SITES, *(rule_key(s, p) for s in L2_SITES for p in phases)]
+    out = {k: replace(rules[k], output=inner, storage=inner) for k in keys}
+    number = ("form", FORM_NUMBER[form])
+    cores = {f"kda_core.{p}": rules[f"kda_core.{p}"] for p in phases}
+    return out | {k: replace(r, options=(*r.options, number)) for k, r in cores.items()}
 
 
 def check_inside(exceptions: Mapping[tuple[str, int], Rule]) -> None:
@@ -168,9 +192,9 @@ def _l2norms(v: Variant, impl: Impl, rules: Rules, phase: str, core: KdaCore) ->
 
 
 def _mla(v: Variant, impl: Impl, rules: Rules) -> Rules:
-    if impl is Impl.sdpa:
-        return _sdpa(v, impl, rules)
     _float32("mla", impl, rules["kv_a_norm"])
+    if v.mla.tile_order is not TileOrder.forward:
+        _refuse("mla", impl, "its recipe names no order of tiles but the first first; set mla.tile_order=forward")
     out: Rules = {}
     for phase in PHASES:
         core = getattr(v.mla, phase)
@@ -183,21 +207,6 @@ def _mla(v: Variant, impl: Impl, rules: Rules) -> Rules:
             out["o_latent"] = replace(rules["o_latent"], impl=impl.name)
         else:
             out[f"mla_core.{phase}"] = replace(rule, impl=impl.name, algorithm=core.name)
-    return out
-
-
-def _sdpa(v: Variant, impl: Impl, rules: Rules) -> Rules:
-    """torch's own fused attention in place of its dense core: in the recipe the algorithm `sdpa` of impl torch."""
-    if v.batch_invariant:
-        _refuse("mla", impl, "it has no row-by-row form; set batch_invariant=false")
-    out: Rules = {}
-    for phase in PHASES:
-        core = getattr(v.mla, phase)
-        if core not in (MlaCore.dense_f32, MlaCore.dense_bf16):
-            _refuse("mla", impl, f"it has no {core.name}; set mla.{phase} to dense_f32 or dense_bf16")
-        if core is MlaCore.dense_f32 and v.mla.probs is not Store.keep:
-            _refuse("mla", impl, "it shows no probabilities; set mla.probs=keep")
-        out[f"mla_core.{phase}"] = replace(rules[f"mla_core.{phase}"], algorithm="sdpa")
     return out
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
-from variants.axes import Execution, KdaCore, MlaCore, NormVariance, Param, RouterScale, Variant
+from variants.axes import Execution, KdaCore, MlaCore, NormVariance, Order, Param, RouterScale, Variant
 from variants.dtypes import DType
 from variants.errors import UsageError
 from variants.recipe import Rule
@@ -55,9 +55,10 @@ def _mla(v: Variant, rules: Mapping[str, Rule]) -> Rules:
     return {**out, "q_latent": replace(rules["q_latent"], impl="vllm")}
 
 
-def _experts(_: Variant, rules: Mapping[str, Rule]) -> Rules:
-    """The product with w2 is weighted in float32 before it is rounded."""
-    return {"expert_down": replace(rules["expert_down"], output=None, storage=None)}
+def _experts(v: Variant, _: Mapping[str, Rule]) -> Rules:
+    if v.moe.weighting is not Order.once:
+        _refuse("experts", "it weights the product with w2 before it is rounded; set moe.weighting=once")
+    return {}
 
 
 def _router(v: Variant, rules: Mapping[str, Rule]) -> Rules:

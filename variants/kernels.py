@@ -88,8 +88,6 @@ PACKAGES = {
 
 def has(axis: str, impl: Impl) -> bool:
     """Whether an axis of `ImplAxes` may be set to this implementation."""
-    if impl is Impl.sdpa:  # torch's own, by another of its functions
-        return axis == "mla"
     return impl is Impl.torch or any((op, impl) in KERNELS for op in OPERATIONS[axis])
 
 

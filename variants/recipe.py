@@ -15,11 +15,7 @@ from variants.model_config import ModelConfig
 from variants.sites import rule_key
 
 Place = tuple[str, int]
-NARROW_OPTIONS = (
-    "form",
-    "tf32",
-    "flash_attention",
-)  # of a kernel: how it rounds inside where that is less than float32
+NARROW_OPTIONS = ("form", "tf32", "flash_attention")  # how a core rounds inside where that is less than float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +44,15 @@ class Rule:
     def at_least(self, dtype: DType) -> "Rule":
         """This rule with every format narrower than `dtype` raised to it.
 
-        A kernel's own form of rounding (TF32 products) is narrower than float32, and no kernel has float64: from there
+        A form of rounding of its own (TF32 products) is narrower than float32, and no kernel has float64: from there
         on torch computes, and in place of vLLM's, which have bfloat16 alone, in any wider format.
         """
         formats = {f: _raise(getattr(self, f), dtype) for f in ("input", "accum", "output", "storage")}
-        if self.impl == "torch" or dtype.precision < DType.f32.precision:
+        if dtype.precision < DType.f32.precision:
             return replace(self, **formats)
         options = tuple(o for o in self.options if o[0] not in NARROW_OPTIONS)
+        if self.impl == "torch":
+            return replace(self, **formats, options=options)
         widest = DType.f32 if self.impl != "vllm" else DType.bf16
         torch = {"impl": "torch", "inside": ""} if dtype.precision > widest.precision else {}
         return replace(self, **formats, **torch, options=options)

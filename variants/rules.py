@@ -11,6 +11,7 @@ from variants.axes import (
     Router,
     Store,
     Stream,
+    TileOrder,
     Variant,
 )
 from variants.dtypes import DType, widest
@@ -152,6 +153,12 @@ def _linear(f: Formats, output: DType | None = None) -> Rule:
     return Rule(input=operand, accum=accum, output=output or natural, storage=output or natural, algorithm=f.product)
 
 
+def _unrounded(f: Formats) -> Rule:
+    """A product that is kept as it was summed: operands as narrow as they are, the sum in float32."""
+    operand, accum, _ = f.gemm
+    return Rule(input=operand, accum=widest(accum, DType.f32), algorithm=f.product)
+
+
 def _operand(f: Formats) -> Rule:
     return _out(f.gemm[0], f.gemm[0], algorithm="operand")
 
@@ -232,9 +239,10 @@ def _softmax(f: Formats, core: MlaCore) -> Rule:
 
 def _mla_core(f: Formats, core: MlaCore) -> Rule:
     mla = f.variant.mla
+    backward = (("backward", 1),) if mla.tile_order is TileOrder.backward else ()
     sizes = {
-        MlaCore.flash: (("tile_q", mla.tile_q), ("tile_k", mla.tile_k)),
-        MlaCore.absorbed: (("tile_k", mla.tile_k), ("kv_splits", mla.kv_splits)),
+        MlaCore.flash: (("tile_q", mla.tile_q), ("tile_k", mla.tile_k), *backward),
+        MlaCore.absorbed: (("tile_k", mla.tile_k), ("kv_splits", mla.kv_splits), *backward),
         MlaCore.online_f32: (("tile_q", 1), ("tile_k", 1)),
     }
     options, name = sizes.get(core, ()), core.name
@@ -273,7 +281,7 @@ def _moe_rules(f: Formats) -> dict[str, Rule]:
         "expert_silu": _out(step, f.compute, algorithm=f.lanes("silu")),
         "expert_act": _out(f.activation, f.compute, algorithm="mul"),
         "expert_down_in": _operand(f),
-        "expert_down": _linear(f),
+        "expert_down": _unrounded(f) if moe.weighting is Order.once else _linear(f),
         "expert_out": _out(f.stored(moe.expert_out, f.stored(moe.expert_sum)), f.compute, algorithm="mul"),
         "routed": _out(f.stored(moe.expert_sum, narrow), f.compute, algorithm=f"sum_{moe.experts.name}",
                        options=(("round_each", int(moe.expert_sum is not Store.keep)),)),

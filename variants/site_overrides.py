@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NoReturn
 
-from variants.axes import Execution, Impl, KdaCore, MlaCore, SiteOverride, Store, Variant
+from variants.axes import Execution, KdaCore, MlaCore, SiteOverride, Store, Variant
 from variants.dtypes import DType
 from variants.errors import UsageError
 from variants.model_config import ModelConfig
@@ -46,7 +46,7 @@ def silent_keys(variant: Variant) -> frozenset[str]:
     if set(cores.values()) == {MlaCore.absorbed}:
         keys.update(EXPANDED_SITES)
     keys |= {f"mla_scores.{p}" for p, core in cores.items() if core not in DENSE or variant.batch_invariant}
-    keys |= {f"mla_probs.{p}" for p, core in cores.items() if MlaCore.sdpa is core or variant.impl.mla is Impl.sdpa}
+    keys |= {f"mla_probs.{p}" for p, core in cores.items() if core is MlaCore.sdpa}
     if variant.execution.mode is Execution.recompute:
         keys.update(("kda_state", "conv_state"), (rule_key(site, "decode") for site in PHASED))
     return frozenset(keys)

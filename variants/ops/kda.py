@@ -15,6 +15,7 @@ from variants.ops.norm import constant
 SOFTPLUS_LINEAR_ABOVE = 20.0
 L2_EPS = 1e-6
 PAIRS = 8  # a last chunk is cut to a multiple of this: a GPU orders the sums of very few results in another way
+BLOCK = 16  # tokens of a block of scores, as vLLM's kernels have them
 Hooks = Mapping[str, Callable[[Tensor], Tensor]]
 
 
@@ -89,13 +90,23 @@ def recurrent_gemv(
 
 
 def chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, chunk_size: int, at: Hooks | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    chunk_size: int,
+    form: int = 0,
+    at: Hooks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The delta rule in chunks (the WY form): the same function as `recurrent`, another order of sums.
 
     Shapes as `recurrent`, any T: the last chunk is filled up with tokens that change nothing (k, v, beta and g zero).
     Every exponent is a difference of cumulative log-decays from a later to an earlier token, hence at or below zero,
     so nothing overflows however strong the decay. at: roundings of named intermediates (`variants.sites.CHUNK_SITES`).
+    form: not 0 for scores as vLLM's kernels take them (`in_blocks`), of a query that is not rounded before.
     """
     length = q.shape[1]
     q, k, v, g, beta = (_chunked(x, chunk_size) for x in (q, k, v, g, beta))
@@ -103,7 +114,7 @@ def chunk(
     out = []
     for n in range(q.shape[1]):
         real = min(chunk_size, -(-(length - n * chunk_size) // PAIRS) * PAIRS)
-        o, state = _one_chunk(q[:, n], k[:, n], v[:, n], g[:, n], beta[:, n], state, at, real)
+        o, state = _one_chunk(q[:, n], k[:, n], v[:, n], g[:, n], beta[:, n], state, at, real, form)
         out.append(o)
     return torch.cat(out, 2)[:, :, :length].transpose(1, 2), state
 
@@ -117,24 +128,26 @@ def _chunked(x: Tensor, size: int) -> Tensor:
 
 
 def _one_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, at: Hooks, real: int
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, at: Hooks, real: int, form: int
 ) -> tuple[Tensor, Tensor]:
     """One chunk of C tokens: q, k [B, H, C, K], v [B, H, C, V], state [B, H, K, V] -> o [B, H, C, V], state.
 
     real: all tokens from there on are filling; their pairs are zero and are not computed.
     """
     total = g.cumsum(-2)
-    pairs = decay_pairs(total[..., :real, :])
     k_beta, v_beta = k * beta.unsqueeze(-1), v * beta.unsqueeze(-1)
-    inverse = _at(at, "kda_ainv", unit_lower_inverse(_over_pairs(k_beta, k, pairs).tril(-1), real))
+    pairs = None if form else decay_pairs(total[..., :real, :])
+    overlap = _over_pairs(k_beta, k, pairs) if pairs is not None else in_blocks(k, k, total, real) * beta.unsqueeze(-1)
+    inverse = _at(at, "kda_ainv", unit_lower_inverse(overlap.tril(-1), real))
     u = _at(at, "kda_u", inverse @ _at(at, "kda_v_beta", v_beta))
     w = _at(at, "kda_w", inverse @ _at(at, "kda_k_beta", k_beta * total.exp()))
     h = _at(at, "kda_h", state)
     v_new = u - w @ h
     v_seen = _at(at, "kda_v_new", v_new)
-    q = _at(at, "kda_q_scaled", q)
-    scores = _at(at, "kda_aqk", _over_pairs(q, k, pairs).tril())
-    o = _at(at, "kda_qg", q * total.exp()) @ h + scores @ v_seen
+    scaled = _at(at, "kda_q_scaled", q)
+    scores = _over_pairs(scaled, k, pairs) if pairs is not None else in_blocks(q, k, total, real)
+    scores = _at(at, "kda_aqk", scores.tril())
+    o = _at(at, "kda_qg", scaled * total.exp()) @ h + scores @ v_seen
     last = total[..., -1:, :]
     kg = _at(at, "kda_kg", k * (last - total).exp())
     return o, state * last.exp().transpose(-1, -2) + kg.transpose(-1, -2) @ v_seen
@@ -147,12 +160,42 @@ def _over_pairs(a: Tensor, b: Tensor, pairs: Tensor) -> Tensor:
     return F.pad(sums, (0, size - real, 0, size - real)) if real < size else sums
 
 
+def in_blocks(x: Tensor, k: Tensor, total: Tensor, real: int) -> Tensor:
+    """x k' over the decay between them, in blocks of 16 tokens: x, k, total [B, H, C, K] float32 -> [B, H, C, C].
+
+    A block on the diagonal takes each pair's own decay. One left of it is a product of operands cut to TF32, both
+    relative to the first of its rows. Zero right of the diagonal blocks and from row `real` on.
+    """
+    out = x.new_zeros(*x.shape[:-1], x.shape[-2])
+    for row in range(0, real, BLOCK):
+        here = slice(row, min(row + BLOCK, real))
+        rows, decay, first = x[..., here, :], total[..., here, :], total[..., row : row + 1, :]
+        left = tf32(k[..., :row, :] * (first - total[..., :row, :]).exp())
+        out[..., here, :row] = tf32(rows * (decay - first).exp()) @ left.transpose(-1, -2)
+        out[..., here, here] = _over_pairs(rows, k[..., here, :], decay_pairs(decay))
+    return out
+
+
+def tf32(x: Tensor) -> Tensor:
+    """float32 with the last 13 bits of each fraction cut off: what a TF32 product reads of an operand."""
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
 def chunk_rows(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, chunk_size: int, at: Hooks | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    chunk_size: int,
+    form: int = 0,
+    at: Hooks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `chunk`, each row of the batch alone and in memory of its own (batch-invariant)."""
     rows = zip(*(x.split(1) for x in (q, k, v, g, beta, state)), strict=True)
-    done = [chunk(*(x.clone() for x in row), chunk_size=chunk_size, at=at) for row in rows]
+    done = [chunk(*(x.clone() for x in row), chunk_size=chunk_size, form=form, at=at) for row in rows]
     return torch.cat([o for o, _ in done]), torch.cat([s for _, s in done])
 
 

@@ -53,16 +53,17 @@ def tiles(
     scale: float,
     tile_q: int,
     tile_k: int,
+    backward: int = 0,
     at: Hooks | None = None,
 ) -> Tensor:
     """Online softmax over tiles of `tile_k` keys for each tile of `tile_q` queries; shapes as `dense`.
 
     Keys are filled up to whole tiles, so the shape of each product is fixed and a tile that a query does not see
-    changes none of its bits.
+    changes none of its bits. backward: from the last tile to the first.
     """
     k, v = _whole_tiles(k, tile_k), _whole_tiles(v, tile_k)
     out = [
-        _online(q[:, i : i + tile_q], k, v, positions[:, i : i + tile_q], scale, tile_k, at or {})
+        _online(q[:, i : i + tile_q], k, v, positions[:, i : i + tile_q], scale, tile_k, at or {}, bool(backward))
         for i in range(0, q.shape[1], tile_q)
     ]
     return torch.cat(out, 1)
@@ -102,18 +103,25 @@ def _whole_tiles(x: Tensor, size: int) -> Tensor:
     return torch.cat([x, x.new_zeros(x.shape[0], fill, *x.shape[2:])], 1) if fill else x
 
 
-def _online(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, tile: int, at: Hooks) -> Tensor:
+def _starts(seen: Tensor, tile: int, backward: bool) -> list[int]:
+    """Where the tiles begin that some query sees, in the order in which they are read: seen [B, 1, T, keys]."""
+    starts = [s for s in range(0, seen.shape[-1], tile) if bool(seen[..., s : s + tile].any())]
+    return starts[::-1] if backward else starts
+
+
+def _online(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, tile: int, at: Hooks, backward: bool = False
+) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     seen = visible(positions, k.shape[2])
     top = q.new_full((*q.shape[:3], 1), float("-inf"))
     total, acc = q.new_zeros(top.shape), q.new_zeros(*q.shape[:3], v.shape[-1])
-    for start in range(0, k.shape[2], tile):
+    for start in _starts(seen, tile, backward):
         span = slice(start, start + tile)
-        if not bool(seen[..., span].any()):
-            break
         scores = (torch.matmul(q, k[:, :, span].transpose(2, 3)) * scale).masked_fill(~seen[..., span], float("-inf"))
         new = torch.maximum(top, scores.amax(-1, keepdim=True))
-        p, shrink = torch.exp(scores - new), torch.exp(top - new)
+        safe = torch.where(new.isinf(), torch.zeros_like(new), new) if backward else new
+        p, shrink = torch.exp(scores - safe), torch.exp(top - safe)
         total = total * shrink + p.sum(-1, keepdim=True)
         acc = acc * shrink + torch.matmul(_at(at, "mla_probs", p), v[:, :, span])
         top = new
@@ -130,23 +138,22 @@ def absorbed(
     tile_k: int,
     kv_splits: int,
     rank: int,
+    backward: int = 0,
     at: Hooks | None = None,
 ) -> Tensor:
     """Attention over the latent itself: keys are [latent | k_pe], values the latent; returns o_latent [B, T, H, R].
 
     q [B, T, H, R] (query times the key half of kv_b_proj), q_pe [B, T, H, P], latent [B, L, R + P]. Keys are cut into
     `kv_splits` runs of whole tiles; each run has its own online softmax and the runs are merged in order by their
-    log-sum-exp.
+    log-sum-exp. backward: each run from its last tile to its first.
     """
     keys = _whole_tiles(latent.unsqueeze(2), tile_k)
     query = torch.cat([q, q_pe], -1)
     tiles_each = -(-(keys.shape[1] // tile_k) // kv_splits)
     out: Tensor | None = None
     for start in range(0, keys.shape[1], tiles_each * tile_k):
-        part = _latent_run(
-            query, keys[:, start : start + tiles_each * tile_k], positions - start, scale, tile_k, rank, at or {}
-        )
-        out_, lse_ = part
+        run = keys[:, start : start + tiles_each * tile_k]
+        out_, lse_ = _latent_run(query, run, positions - start, scale, tile_k, rank, at or {}, bool(backward))
         if out is None:
             out, lse = out_, lse_
         else:
@@ -192,14 +199,22 @@ def per_head_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _latent_run(
-    query: Tensor, keys: Tensor, positions: Tensor, scale: float, tile: int, rank: int, at: Hooks
+    query: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    scale: float,
+    tile: int,
+    rank: int,
+    at: Hooks,
+    backward: bool,
 ) -> tuple[Tensor, Tensor]:
     """One run of keys [B, L, 1, R + P] under an online softmax: o [B, T, H, R] and log-sum-exp [B, T, H, 1]."""
     q = query.transpose(1, 2)
     seen = visible(positions, keys.shape[1])
     top = q.new_full((*q.shape[:3], 1), float("-inf"))
     total, acc = q.new_zeros(top.shape), q.new_zeros(*q.shape[:3], rank)
-    for start in range(0, keys.shape[1], tile):
+    starts = range(0, keys.shape[1], tile)
+    for start in reversed(starts) if backward else starts:
         k = keys[:, start : start + tile].transpose(1, 2)
         mask = seen[..., start : start + tile]
         scores = (torch.matmul(q, k.transpose(2, 3)) * scale).masked_fill(~mask, float("-inf"))
