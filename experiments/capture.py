@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.gate import announced
+from experiments.gate import announced, environment_of
 from experiments.words import Flags
 from harness.capture import Jitter, Plan, capture
 from harness.config import READS, Config
@@ -18,7 +18,6 @@ from harness.journal import Journal
 from harness.numerics import check_device, policy
 from harness.pregate import check_length
 from harness.prompt_files import PromptList, read_prompts
-from harness.provenance import environment
 from harness.rebless import rebless
 from variants.checkpoint import load_config
 from variants.errors import InputError, UsageError
@@ -97,7 +96,7 @@ def _captured(config: Settings, old: Golden | None) -> Golden:
         top_k=config.logprobs,
     )
     engine = make_engine(config)
-    made = {"environment": environment(device=config.device.torch_name), "prompts_note": asked.note}
+    made = {"environment": environment_of(config), "prompts_note": asked.note}
     detail = announced(config, Flags(), "capture")["detail"]
     assert isinstance(detail, dict)
     made["settings"] = {k: detail["config"][k] for k in ("engine", "variant", "device") if k in detail["config"]}

@@ -9,6 +9,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from experiments.words import Flags
 from harness import strict_json
 from harness.compose import as_plain
@@ -84,7 +86,7 @@ def report(flags: Flags) -> None:
 
 
 def _gate(config: Config, row: Run) -> GateResult:
-    here = environment(device=config.device.torch_name)
+    here = environment_of(config)
     row.add({"environment": here})
     golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
     row.add({"golden_hash": golden.hash, "battery_hash": golden.battery_hash, "bar": golden.bar.name})
@@ -102,6 +104,12 @@ def _gate(config: Config, row: Run) -> GateResult:
             check_vocabulary(golden, engine.casts.checkpoint.config.vocab_size)
             _refuse(observe_engine(engine, golden, row))
         return run_gate(golden, engine, require=config.require, environment=here, **known_of(config, golden, engine))
+
+
+def environment_of(config: Config) -> dict[str, object]:
+    """The environment of the device that runs: vLLM takes the first GPU, whatever `device` says of our own variants."""
+    gpu = config.engine.kind is EngineKind.vllm and torch.cuda.is_available()
+    return environment(device="cuda:0" if gpu else config.device.torch_name)
 
 
 def known_of(config: Config, golden: Golden, engine: Engine) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.gate import announced, known_of, observe_engine, texts, with_gaps
+from experiments.gate import announced, environment_of, known_of, observe_engine, texts, with_gaps
 from experiments.words import Flags
 from harness import strict_json
 from harness.calibration import find_calibration
@@ -24,7 +24,6 @@ from harness.ledger import Ledger, Run
 from harness.numerics import check_device, policy
 from harness.oracle import Forced
 from harness.pregate import check_vocabulary
-from harness.provenance import environment
 from harness.verdict import RunClass, Verdict
 from harness.verdict_outside import OutsideQuestion, judge_outside
 from harness.verdict_run import Checked, Question, judge_run
@@ -85,7 +84,7 @@ def run(config: Settings, flags: Flags) -> int:
 
 
 def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, GateResult]:
-    row.add({"environment": environment(device=config.device.torch_name)})
+    row.add({"environment": environment_of(config)})
     golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
     row.add({"golden_hash": golden.hash, "battery_hash": golden.battery_hash, "bar": golden.bar.name})
     engine = make_engine(config)

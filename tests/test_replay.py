@@ -1,5 +1,6 @@
 """Replay: recorded tokens answer as an engine does, and never with more than was recorded."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from harness.engines.protocol import Engine
 from harness.engines.replay import ReplayEngine
+from harness.gate import run_gate
 from harness.golden import Golden, import_folder, load_golden, write_golden
 from harness.pregate import pregate
 from harness.sampling import plain_greedy_settings
@@ -45,6 +47,7 @@ def test_a_golden_replayed_against_itself_agrees_and_obeys_the_protocol() -> Non
     assert isinstance(engine, Engine)
     assert engine.info.can_score
     assert engine.info.model_sha256 == golden.provenance["model_sha256"]
+    assert engine.info.device == "recorded on NVIDIA H200"
     generation = engine.generate(golden.prompts, 16)
     assert score(golden, generation).matched == 128
     assert golden.top_logprobs is not None
@@ -52,6 +55,13 @@ def test_a_golden_replayed_against_itself_agrees_and_obeys_the_protocol() -> Non
     np.testing.assert_array_equal(generation.gaps, top[..., 0] - top[..., 1])
     assert np.isnan(generation.prefill_s).all()
     assert generation.decode_s == ()
+
+
+def test_what_was_recorded_on_a_gpu_is_replayed_without_one(tmp_path: Path) -> None:
+    """The device of the record is no device of this run: memory is that of this process."""
+    golden = replace(load_golden("gate"), provenance={"engine": "vllm", "device": "cuda"})
+    result = run_gate(load_golden("gate"), ReplayEngine(write_golden(golden, tmp_path / "made").path or ""))
+    assert (result.agreement.matched, result.memory.since) == (128, "run")
 
 
 def test_prompts_are_found_by_their_ids() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.cli import main
 from harness.compose import load
-from harness.engines import make_engine
+from harness.engines import make_engine, vllm_engine
 from harness.engines.protocol import Engine
 from harness.engines.vllm_engine import SWITCHES, VllmEngine
 from harness.golden import Golden, load_golden
@@ -76,6 +76,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "vllm", fake)
     for name, value in SWITCHES.items():
         monkeypatch.setenv(name, value)
+    vllm_engine._loaded.cache_clear()
     return fake
 
 
@@ -108,6 +109,8 @@ def test_a_batch_is_one_call(library: ModuleType, golden: Golden) -> None:
     assert isinstance(engine, VllmEngine)
     engine.generate(golden.prompts, 2)
     assert LLM.batches == [8]
+    make_engine(load(["engine=vllm"])).generate(golden.prompts, 2)
+    assert LLM.batches == [8] + [1] * 8, "another batch size asks for no other load"
     assert engine.provenance["batch"] == "all requests together"
     assert engine.arms() == {}
     assert set(make_engine(load(["engine=vllm"])).arms()) == {"all together"}  # type: ignore[attr-defined]
@@ -141,6 +144,7 @@ def test_a_failure_inside_is_one_line(library: ModuleType, golden: Golden, monke
     with pytest.raises(EngineError, match=r"vllm failed: CUDA out of memory$"):
         engine.generate(golden.prompts, 2)
     monkeypatch.setattr(LLM, "__init__", out_of_memory)
+    vllm_engine._loaded.cache_clear()
     with pytest.raises(DeviceError, match=r"vllm could not start: CUDA out of memory$"):
         make_engine(load(["engine=vllm"]))
 

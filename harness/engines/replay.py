@@ -65,7 +65,7 @@ class ReplayEngine:
         return EngineInfo(
             name="replay",
             version=self._source.version,
-            device=str(made.get("device", "unknown")),
+            device=f"recorded on {made['device']}" if "device" in made else "unknown",  # nothing runs there now
             dtype=str(made.get("dtype", "unknown")),
             model_sha256=made.get("model_sha256"),
             tokenizer_sha256=made.get("tokenizer_sha256"),

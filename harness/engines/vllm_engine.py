@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,24 +70,11 @@ class VllmEngine:
     @classmethod
     def from_config(cls, config: Config) -> "VllmEngine":
         """Raises DeviceError where the library or its GPU is missing, InputError for another checkpoint."""
-        folder = checkpoint_folder(config.model.path)
-        digest = weights_sha256(weight_files(folder))
-        if config.model.sha256 is not None and digest != config.model.sha256:
-            raise InputError(f"{folder}: weights have sha256 {digest}, expected {config.model.sha256}; correct one")
         choice = config.engine
-        options = OPTIONS | {"dtype": choice.dtype.value, "gpu_memory_utilization": choice.memory}
-        if choice.backend is not None:
-            options["attention_backend"] = choice.backend
-        tokenizer = folder / "tokenizer.json"
-        library = imported()
-        loaded = VllmModel(
-            library=library,
-            llm=_made(library, folder, options),
-            options=options,
-            model_sha256=digest,
-            tokenizer_sha256=file_sha256(tokenizer) if tokenizer.is_file() else None,
-            tokenizer_class=tokenizer_class(folder),
-            eos=load_config(folder).eos_token_id,
+        loaded = _loaded(
+            str(checkpoint_folder(config.model.path)),
+            config.model.sha256,
+            (("dtype", choice.dtype.value), ("gpu_memory_utilization", choice.memory), *_backend(choice.backend)),
         )
         return cls(loaded, batch=choice.batch, top_k=choice.top_k)
 
@@ -175,6 +163,28 @@ def imported() -> ModuleType:
     for name, value in SWITCHES.items():
         os.environ.setdefault(name, value)
     return importlib.import_module("vllm")
+
+
+def _backend(name: str | None) -> tuple[tuple[str, object], ...]:
+    return () if name is None else (("attention_backend", name),)
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: str, expect_sha256: str | None, chosen: tuple[tuple[str, object], ...]) -> VllmModel:
+    """Loaded once for all jobs of a process that ask for the same."""
+    digest = weights_sha256(weight_files(Path(folder)))
+    if expect_sha256 is not None and digest != expect_sha256:
+        raise InputError(f"{folder}: weights have sha256 {digest}, expected {expect_sha256}; correct one")
+    tokenizer, options, library = Path(folder) / "tokenizer.json", OPTIONS | dict(chosen), imported()
+    return VllmModel(
+        library=library,
+        llm=_made(library, Path(folder), options),
+        options=options,
+        model_sha256=digest,
+        tokenizer_sha256=file_sha256(tokenizer) if tokenizer.is_file() else None,
+        tokenizer_class=tokenizer_class(Path(folder)),
+        eos=load_config(folder).eos_token_id,
+    )
 
 
 def _made(library: ModuleType, folder: Path, options: Mapping[str, Any]) -> Any:
