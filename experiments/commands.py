@@ -295,6 +295,22 @@ COMMANDS: tuple[Command, ...] = (
         example="neartie bench variant=f32_fast against=transformers device.threads=1",
     ),
     Command(
+        name="serve",
+        summary="a paged variant behind the OpenAI API, until it is stopped",
+        module="experiments.serve",
+        rows=True,
+        usage="neartie serve variant=paged_batch [port=8000] [host=127.0.0.1] ...",
+        text=(
+            "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics; text or\n"
+            "token ids in and out, on the library's own paged runner and arithmetic.\n"
+            "max_len=N  tokens of prompt and answer; memory is planned by it and printed\n"
+            "queue=256  answers that wait or run at a time, more get 429; body_bytes=1048576\n"
+            "key=NEARTIE_API_KEY  the variable of the environment that holds an API key\n"
+            "grace_s=10  for answers to finish when stopped; then a row says what was served"
+        ),
+        example="neartie serve variant=paged_batch max_len=1024 device.threads=1",
+    ),
+    Command(
         name="golden",
         summary="show, import, export or verify golden tokens",
         module="experiments.golden",
