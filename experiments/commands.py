@@ -311,6 +311,22 @@ COMMANDS: tuple[Command, ...] = (
         example="neartie serve variant=paged_batch max_len=1024 device.threads=1",
     ),
     Command(
+        name="identity",
+        summary="library, paged runner and server: the same tokens, the same bits?",
+        module="experiments.identity",
+        usage="neartie identity variant=paged_batch [goldens=[gate,wide]] ...",
+        text=(
+            "Each golden's prompts through the library on carried state, its paged runner,\n"
+            "a server asked one at a time, and one under load, at one arithmetic: first\n"
+            "batch-invariant (a difference exits 1), then not, with the verdict on it.\n"
+            "at_once=64  requests under load; others=8  clients beside them that come and go\n"
+            "limit=N  max_tokens=N  only the first prompts, the first tokens of each\n"
+            "The same: neartie experiment=identity."
+        ),
+        rows=True,
+        example="neartie identity variant=paged_batch goldens=[gate] device.threads=1",
+    ),
+    Command(
         name="golden",
         summary="show, import, export or verify golden tokens",
         module="experiments.golden",

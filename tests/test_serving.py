@@ -17,9 +17,8 @@ TOKENS = 6
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with serving() as server:
-        with Client(server) as client:
-            yield client
+    with serving() as server, Client(server) as client:
+        yield client
 
 
 def test_ids_in_and_out_are_the_librarys(client: Client) -> None:
