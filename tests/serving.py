@@ -35,9 +35,8 @@ def serving(engine: LocalEngine | None = None, **offer: Any) -> Beside:
 class Client:
     """Asks one server; `ask` gives the status and the JSON of a completion."""
 
-    def __init__(self, server: Beside, **headers: str) -> None:
-        self.server = server
-        self.http = httpx2.Client(base_url=server.url, timeout=60, trust_env=False, headers=headers)
+    def __init__(self, url: str, **headers: str) -> None:
+        self.http = httpx2.Client(base_url=url, timeout=60, trust_env=False, headers=headers)
 
     def __enter__(self) -> "Client":
         return self

@@ -17,7 +17,7 @@ TOKENS = 6
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with serving() as server, Client(server) as client:
+    with serving() as server, Client(server.url) as client:
         yield client
 
 

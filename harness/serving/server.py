@@ -17,14 +17,17 @@ from variants.errors import DeviceError, EngineError
 
 CONNECTIONS = 1024
 KEEP_ALIVE_S = 10
+SEND_BYTES = 2**16
 CLOSING_S = 5  # for connections whose answers are complete
 
 
 class Protocol(H11Protocol):
-    """One connection; the application may abort it, and one that says nothing is closed."""
+    """One connection; the application may abort it, one that says nothing is closed, and what waits in the kernel to
+    be read is bounded too."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         self.app_state = {**self.app_state, "transport": transport}
         self.timeout_keep_alive_task = self.loop.call_later(KEEP_ALIVE_S, self.timeout_keep_alive_handler)
 
