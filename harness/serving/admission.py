@@ -22,7 +22,7 @@ async def complete(service: Service, asked: CompletionRequest) -> Answering:
     """Let a completion in. Raises ApiError."""
     service.check_model(asked.model)
     _check_completion(service, asked)
-    service.desk.check_room(len(asked.prompt) * asked.choices)
+    service.desk.check_open(len(asked.prompt) * asked.choices)
     prompts = [await _ids(service, p, add_special=asked.add_special_tokens) for p in asked.prompt]
     style = Style(
         vocabulary=service.vocabulary,
@@ -54,7 +54,7 @@ async def chat(service: Service, asked: ChatRequest) -> Answering:
         raise ApiError(400, "this model's tokenizer has no chat template; use /v1/completions", code="no_chat_template")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
-    service.desk.check_room(asked.choices)
+    service.desk.check_open(asked.choices)
     messages = [m.model_dump(exclude_none=True) for m in asked.messages]
     for message in messages:
         if isinstance(message["content"], list):

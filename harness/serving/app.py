@@ -74,7 +74,7 @@ def _routes(service: Service, metrics: Metrics) -> APIRouter:
     @open_.get("/health", responses=refusals(service, 503))
     async def health() -> Response:
         """200 while requests are taken."""
-        service.desk.check_room(0)
+        service.desk.check_open()
         return answer_json({"status": "ok"})
 
     open_.include_router(router)

@@ -88,14 +88,17 @@ class Desk:
         future.add_done_callback(lambda _: self._died())
         return future
 
-    def check_room(self, count: int) -> None:
-        """Raises ApiError: 503 while stopping, 429 where `count` more are too many now, 400 where they ever are."""
+    def check_open(self, count: int = 0) -> None:
+        """Raises ApiError: 503 while stopping, 400 where so many answers are never let in."""
         if self.dead:
             raise DEAD
         if self.stopping:
             raise STOPPING
         if count > self.most:
             raise ApiError(400, f"{count} answers asked for in one request, at most {self.most}", param="n")
+
+    def _check_room(self, count: int) -> None:
+        self.check_open(count)
         if self.live + count > self.most:
             raise ApiError(
                 429,
@@ -105,8 +108,8 @@ class Desk:
             )
 
     def admit(self, sequences: Many[Sequence], ticket: Ticket) -> None:
-        """Hand sequences to the engine; raises ApiError as `check_room` does."""
-        self.check_room(len(sequences))
+        """Hand sequences to the engine; raises ApiError as `check_open` does, and 429 where there is no room now."""
+        self._check_room(len(sequences))
         ticket.sequences = list(sequences)
         ticket.open = len(sequences)
         self.live += len(sequences)
