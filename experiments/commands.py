@@ -295,6 +295,38 @@ COMMANDS: tuple[Command, ...] = (
         example="neartie bench variant=f32_fast against=transformers device.threads=1",
     ),
     Command(
+        name="serve",
+        summary="a paged variant behind the OpenAI API, until it is stopped",
+        module="experiments.serve",
+        rows=True,
+        usage="neartie serve variant=paged_batch [port=8000] [host=127.0.0.1] ...",
+        text=(
+            "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics; text or\n"
+            "token ids in and out, on the library's own paged runner and arithmetic.\n"
+            "max_len=N  tokens of prompt and answer; memory is planned by it and printed\n"
+            "queue=256  answers that wait or run at a time, more get 429; body_bytes=1048576\n"
+            "key=NEARTIE_API_KEY  the variable of the environment that holds an API key\n"
+            "grace_s=10  for answers to finish when stopped; then a row says what was served"
+        ),
+        example="neartie serve variant=paged_batch max_len=1024 device.threads=1",
+    ),
+    Command(
+        name="identity",
+        summary="library, paged runner and server: the same tokens, the same bits?",
+        module="experiments.identity",
+        usage="neartie identity variant=paged_batch [goldens=[gate,wide]] ...",
+        text=(
+            "Each golden's prompts through the library on carried state, its paged runner,\n"
+            "a server asked one at a time, and one under load, at one arithmetic: first\n"
+            "batch-invariant (a difference exits 1), then not, with the verdict on it.\n"
+            "at_once=64  requests under load; others=8  clients beside them that come and go\n"
+            "limit=N  max_tokens=N  only the first prompts, the first tokens of each\n"
+            "The same: neartie experiment=identity."
+        ),
+        rows=True,
+        example="neartie identity variant=paged_batch goldens=[gate] device.threads=1",
+    ),
+    Command(
         name="golden",
         summary="show, import, export or verify golden tokens",
         module="experiments.golden",

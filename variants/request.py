@@ -23,14 +23,16 @@ class Request:
     """Token ids to go on from.
 
     max_tokens: 0 asks for the prompt's logprobs alone. temperature: 0 is greedy, the lowest id on ties; above it the
-    draw of each token depends on the seed and the token's number alone, not on what runs beside it. stop: ids that end
-    the answer, the last one of it. forced: tokens that are taken in place of chosen ones. prompt_top: give the logprobs
-    of the prompt's own tokens too, each with so many of the best.
+    draw of each token depends on the seed and the token's number alone, not on what runs beside it. top_p: draw among
+    the fewest likeliest tokens that hold this share. stop: ids that end the answer, the last one of it. forced: tokens
+    that are taken in place of chosen ones. prompt_top: give the logprobs of the prompt's own tokens too, each with so
+    many of the best.
     """
 
     ids: tuple[int, ...]
     max_tokens: int
     temperature: float = 0.0
+    top_p: float = 1.0
     seed: int = 0
     stop: frozenset[int] = frozenset()
     forced: tuple[int, ...] | None = None
@@ -43,6 +45,8 @@ class Request:
             raise UsageError(f"request: max_tokens={self.max_tokens}, expected 1 or more (0 with prompt logprobs)")
         if not (0 <= self.temperature < float("inf")) or self.seed < 0:
             raise UsageError(f"request: temperature={self.temperature} seed={self.seed}, expected 0 or more of each")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"request: top_p={self.top_p}, expected a share above 0 and up to 1")
         if self.forced is not None and len(self.forced) < self.max_tokens:
             raise UsageError(f"request: {len(self.forced)} forced tokens for max_tokens={self.max_tokens}")
 
@@ -104,8 +108,18 @@ def chosen(request: Request, index: int, logits: Tensor, best: int) -> int:
     if not request.temperature or not bool(torch.isfinite(logits).all()):
         return best
     draw = np.random.Generator(np.random.Philox(key=request.seed, counter=index)).random()
-    weights = torch.softmax(logits.double().cpu() / request.temperature, -1).cumsum(-1)
-    return int(torch.searchsorted(weights, draw * weights[-1], right=True).clamp_max(len(weights) - 1))
+    row = logits.double().cpu()
+    weights = torch.softmax((row - row.amax()) / request.temperature, -1)  # a tiny temperature overflows no quotient
+    upto = (weights if request.top_p == 1 else nucleus(weights, request.top_p)).cumsum(-1)
+    last = torch.searchsorted(upto, upto[-1:])[0]  # the last id that has a share
+    return int(torch.searchsorted(upto, draw * upto[-1], right=True).clamp_max(last))
+
+
+def nucleus(weights: Tensor, top_p: float) -> Tensor:
+    """Weights [V] of the fewest likeliest tokens that hold the share top_p, 0 for all others; ties: lower ids first."""
+    order = torch.sort(weights, descending=True, stable=True).indices
+    ahead = weights[order].cumsum(-1) - weights[order]
+    return torch.zeros_like(weights).index_put((order[ahead < top_p],), weights[order[ahead < top_p]])
 
 
 def best_tokens(logits: Tensor) -> list[int]:

@@ -1,0 +1,127 @@
+"""`neartie serve`: a variant behind the OpenAI API, over the library's own paged runner; a row tells what it served."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.gate import announced
+from experiments.words import Flags
+from harness import strict_json
+from harness.compose import as_plain
+from harness.config import Config, EngineKind
+from harness.engines.local import LocalEngine
+from harness.ledger import Ledger, Run
+from harness.ledger_read import read_row
+from harness.memory import peak_memory
+from harness.numerics import check_device, policy
+from harness.provenance import environment
+from variants.errors import DeviceError, EngineError, UsageError
+from variants.runner import memory_plan
+
+OWN = {"host", "port", "served", "max_len", "queue", "body_bytes", "grace_s", "key"}
+MACHINES = {"host", "port"}  # a record names nobody's machine
+WATCHED = (1, 2, 3, 4, 5)  # ids of a short prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Config):
+    """host, port: where to listen; port 0: one that is free. served: the model's name, "" for its folder's.
+
+    max_len: tokens of a prompt and its answer, 0 for the model's own. queue: answers that wait or run at a time.
+    body_bytes: of one request. grace_s: that answers get to finish in when the server is stopped. key: the environment
+    variable that holds the API key; where it is not set, none is asked for.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served: str = ""
+    max_len: int = 0
+    queue: int = 256
+    body_bytes: int = 2**20
+    grace_s: float = 10.0
+    key: str = "NEARTIE_API_KEY"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine.kind is not EngineKind.local or self.require is not None or self.limit or self.max_tokens:
+            raise UsageError("serve: engine=, require=, limit= and max_tokens= have no effect")
+        for name, least in (("port", 0), ("max_len", 0), ("queue", 1), ("body_bytes", 1), ("grace_s", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"serve: {name}={getattr(self, name)}, expected {least} or more")
+
+
+def run(config: Settings, flags: Flags) -> int:
+    """Serve until SIGTERM or Ctrl-C; what runs by then has grace_s to finish."""
+    about = announced(config, flags, "serve") | {"golden": None, "detail": {"config": _settings(config)}}
+    with Ledger(Path(config.results) / "ledger").begin(about) as row:
+        flags.results.append(row)
+        check_device(config.device)
+        row.add({"environment": environment(device=config.device.torch_name)})
+        with policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums):
+            engine = LocalEngine.from_config(config)
+        row.add({"variant_hash": engine.recipe.hash, "recipe": {"declared": engine.recipe.as_dict()}})
+        row.add({"model_hash": engine.info.model_sha256})
+        with peak_memory(config.device.torch_name) as memory:
+            done = _served(config, engine, row)
+        row.finish({"peak_memory_bytes": memory.bytes, "detail": {"served": done, "memory_since": memory.since}})
+    return 0
+
+
+def _settings(config: Settings) -> dict[str, object]:
+    return {k: v for k, v in as_plain(config).items() if k in OWN - MACHINES}
+
+
+def _served(config: Settings, engine: LocalEngine, row: Run) -> dict[str, object]:
+    """Serve to the end; what was served."""
+    try:
+        from harness.serving import build, server
+    except ImportError as error:
+        raise DeviceError(f"serve needs a package ({error}): pip install 'neartie[serve]'") from error
+    build.check_variant(engine)
+    length = build.max_len(engine, config.max_len)
+    offer = build.Offer(
+        name=config.served,
+        max_len=length,
+        queue=config.queue,
+        limits=build.Limits(body_bytes=config.body_bytes),
+        key=server.key_from(config.key),
+    )
+    observed = engine.observed(WATCHED)
+    row.add({"recipe": {"observed": observed.as_dict()}})
+    if observed.contradictions:
+        raise EngineError(f"what ran is not what was declared: {observed.contradictions[0]}")
+    with server.bound(config.host, config.port) as listening:
+        _say(memory_plan(engine.model, max_len=length))
+
+        def ready() -> build.Service:
+            service = build.make_service(engine, offer)
+            keyed = "API key asked for" if service.key else "no API key"
+            _say([f"serving {service.name} as {config.label} on {server.address(listening)} ({keyed})"])
+            return service
+
+        service, cut = server.serve_until_signal(ready, listening, grace_s=config.grace_s)
+    return {**build.served(service), "cut_short": cut}
+
+
+def _say(lines: list[str]) -> None:
+    """To stderr, so that stdout holds one JSON document under --json; at once, since somebody waits for it."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def report(flags: Flags) -> None:
+    """The row, as JSON or as a line."""
+    record = read_row(flags.results[0].path)
+    done = (record["detail"] or {})["served"]
+    if flags.json:
+        print(strict_json.dumps(record).decode())
+        return
+    print(f"served {json.dumps(done['ended'])}, tokens {json.dumps(done['tokens'])}, cut short {done['cut_short']}")
+    print(f"first token {json.dumps(done['first_token_s'])} s, whole answer {json.dumps(done['answer_s'])} s")
+
+
+if __name__ == "__main__":
+    from experiments.cli import main
+
+    sys.exit(main(["serve", *sys.argv[1:]]))

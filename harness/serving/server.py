@@ -1,0 +1,147 @@
+"""The process around the application: a socket, the event loop, and a stop that lets answers finish."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from harness.serving.app import make_app
+from harness.serving.service import Service
+from variants.errors import DeviceError, EngineError
+
+CONNECTIONS = 1024
+KEEP_ALIVE_S = 10
+SEND_BYTES = 2**16
+CLOSING_S = 5  # for connections whose answers are complete
+
+
+class Protocol(H11Protocol):
+    """One connection; the application may abort it, one that says nothing is closed, and what waits in the kernel to
+    be read is bounded too."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        self.app_state = {**self.app_state, "transport": transport}
+        self.timeout_keep_alive_task = self.loop.call_later(KEEP_ALIVE_S, self.timeout_keep_alive_handler)
+
+
+class Web(uvicorn.Server):
+    """uvicorn's server without its own signal handlers."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises DeviceError for an address that is taken or is not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=CONNECTIONS)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DeviceError(f"cannot listen on {host} port {port} ({why}); name others with host= and port=") from error
+
+
+def web(service: Service) -> Web:
+    config = uvicorn.Config(
+        make_app(service),
+        http=Protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CLOSING_S,
+    )
+    return Web(config)
+
+
+async def serve(service: Service, listening: socket.socket, stop: asyncio.Event, *, grace_s: float) -> int:
+    """Serve until `stop` is set or the engine dies; the number of answers that the grace was too short for.
+
+    Raises EngineError where the engine died.
+    """
+    server = web(service)
+    thread = service.desk.start()
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({thread, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    cut = 0 if thread.done() else await service.desk.drain(grace_s)
+    server.should_exit = True
+    await serving
+    service.desk.engine.stop()
+    await asyncio.wait({thread})
+    if (error := thread.exception()) is not None:
+        raise EngineError(f"the engine died of {type(error).__name__}: {error}") from error
+    return cut
+
+
+def serve_until_signal(make: Callable[[], Service], listening: socket.socket, *, grace_s: float) -> tuple[Service, int]:
+    """Serve in this thread until SIGTERM or SIGINT; a second one ends the grace at once."""
+
+    async def run() -> tuple[Service, int]:
+        stop, service = asyncio.Event(), make()
+        loop = asyncio.get_running_loop()
+
+        def asked() -> None:
+            if stop.is_set():
+                for ticket in list(service.desk.tickets):
+                    service.desk.cancel(ticket)
+            stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, asked)
+        return service, await serve(service, listening, stop, grace_s=grace_s)
+
+    return asyncio.run(run())
+
+
+class Beside:
+    """A server in a thread of its own, on a port that is free: `url` and `service` while the `with` block lasts.
+
+    Raises what the engine died of.
+    """
+
+    def __init__(self, service: Service, *, grace_s: float = 5.0) -> None:
+        self.service, self._grace_s = service, grace_s
+        self._listening = bound("127.0.0.1", 0)
+        self.url = address(self._listening)
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="server")
+
+    def __enter__(self) -> "Beside":
+        self._ended = self._pool.submit(self._run)
+        return self
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(serve(self.service, self._listening, self._stop, grace_s=self._grace_s))
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if not self._ended.done():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._pool.shutdown()
+        self._ended.result()
+
+
+def address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def key_from(variable: str) -> str | None:
+    """The API key, from the environment alone; an empty one is none."""
+    return os.environ.get(variable) or None
