@@ -48,13 +48,27 @@ def table(root: Path, columns: Sequence[str] | None = None) -> tuple["pa.Table",
 
     sizes = _sizes(root)
     old = _stored(root, sizes, columns)
-    have = set(old.column("file").to_pylist())
-    new, unreadable = _fresh(root, sorted(sizes.keys() - have), sizes)
-    new = pa.concat_tables([new, _crashed(root)], promote_options="permissive")
+    fresh = sizes.keys() - set(old.column("file").to_pylist())
+    crashed = files(root, MARKER)
+    if old.num_rows and not fresh and not crashed:  # then pandas, which is slow to import, is not needed
+        return old, ()
+    new, unreadable = _fresh(root, sorted(fresh), sizes)
+    new = pa.concat_tables([new, _crashed(root, crashed)], promote_options="permissive")
     if columns is not None:
         new = new.select([name for name in (*columns, "file") if name in new.column_names])
     whole = pa.concat_tables([old, new], promote_options="permissive") if old.num_rows else new
     return whole.sort_by("file") if new.num_rows else whole, unreadable
+
+
+def is_whole(root: Path) -> bool:
+    """Whether the Parquet file holds every row that `table` would give, and no other."""
+    import pyarrow.parquet as pq
+
+    sizes = _sizes(root)
+    if not sizes or files(root, MARKER) or _rows_in(root / NAME) != len(sizes):
+        return False
+    number = int((pq.read_schema(root / NAME).metadata or {}).get(META, b"0"))
+    return number == SCHEMA and _stored(root, sizes, ()).num_rows == len(sizes)
 
 
 def compact(root: Path, *, verify: bool = False) -> Compaction:
@@ -108,18 +122,18 @@ def _stored(root: Path, sizes: dict[str, int], columns: Sequence[str] | None) ->
     if not path.is_file():
         return pa.table({"file": pa.array([], pa.string()), "bytes": pa.array([], pa.int64())})
     try:
-        schema = pq.read_schema(path)
-        number = int((schema.metadata or {}).get(META, b"0"))
-        wanted = (
-            None if columns is None else [c for c in dict.fromkeys((*columns, "file", "bytes")) if c in schema.names]
-        )
-        found = pq.read_table(path, columns=wanted)
+        # By the file's own reader: `read_table` goes by way of pyarrow.dataset, which imports pandas.
+        with pq.ParquetFile(path) as stored:
+            schema = stored.schema_arrow
+            number = int((schema.metadata or {}).get(META, b"0"))
+            asked = schema.names if columns is None else dict.fromkeys((*columns, "file", "bytes"))
+            found = stored.read(columns=[name for name in asked if name in schema.names])
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}); remove it, it is made again from the rows") from error
     if number > SCHEMA:
         raise InputError(f"{path} has schema {number}, this reader knows up to {SCHEMA}; update neartie")
-    names, stored = found.column("file").to_pylist(), found.column("bytes").to_pylist()
-    keep = [sizes.get(name) == size for name, size in zip(names, stored, strict=True)]
+    names, lengths = found.column("file").to_pylist(), found.column("bytes").to_pylist()
+    keep = [sizes.get(name) == size for name, size in zip(names, lengths, strict=True)]
     found = found if all(keep) and number == SCHEMA else found.filter(pa.array(keep))
     return found if number == SCHEMA else found.slice(0, 0)
 
@@ -151,12 +165,11 @@ def _part(root: Path, names: Sequence[str], sizes: dict[str, int]) -> tuple["pa.
     return _flat(rows, own), unreadable
 
 
-def _crashed(root: Path) -> "pa.Table":
+def _crashed(root: Path, markers: Sequence[Path]) -> "pa.Table":
     """Runs whose process is gone: their markers alone tell of them, so no Parquet file holds them."""
-    if not files(root, MARKER):
+    if not markers:
         return _flat([], {name: [] for name in OWN})
-    stems = {path.stem for path in files(root, MARKER)}
-    listing = read_folder(root, only=stems)
+    listing = read_folder(root, only={path.stem for path in markers})
     rows = [row for row in listing.rows if row["status"] == Status.crashed.name]
     own = {"file": [f"{row['time_utc'].replace('-', '').replace(':', '')}-{row['run_id']}{MARKER}" for row in rows]}
     return _flat(rows, {**own, "bytes": [0] * len(rows), "sha256": [""] * len(rows)})

@@ -1,16 +1,17 @@
 """Questions to a whole ledger: SQL over its rows, the frontier of agreement against speed, one variant's history."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.ledger_compact import table
+from harness.ledger_compact import NAME, is_whole, table
 from variants.errors import DeviceError, UsageError
 
 COMPARED = ("battery_hash", "golden_hash", "model_hash", "environment_device")
 FIGURES = ("variant", "golden", "agreement_matched", "agreement_total", "decode_tok_s_median", "time_utc", "run_id")
 HISTORY = (*FIGURES, "status", "error", "verdict_class", "environment_git", "environment_torch")
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 
 
 def query(root: Path, sql: str) -> tuple[list[str], list[tuple]]:
@@ -22,9 +23,11 @@ def query(root: Path, sql: str) -> tuple[list[str], list[tuple]]:
         import duckdb
     except ImportError as error:
         raise DeviceError("ledger query needs DuckDB; pip install 'neartie[query]'") from error
-    runs, _ = table(root)
     with duckdb.connect(config={"enable_external_access": "true"}) as connection:
-        connection.register("runs", runs)
+        if is_whole(root):  # DuckDB reads of it the columns that the question needs
+            connection.from_parquet(str(root / NAME)).create_view("runs")
+        else:
+            connection.register("runs", table(root)[0])
         try:
             found = connection.execute(sql)
             return [name for name, *_ in found.description or ()], found.fetchall()
@@ -40,9 +43,8 @@ def frontier(root: Path) -> Rows:
 
     A group has one battery, golden, model and device: rows of two groups are never held against each other.
     """
-    columns = (*FIGURES, *COMPARED, "status", "experiment")
-    newest: dict[tuple, dict[str, Any]] = {}
-    for row in table(root, columns)[0].to_pylist():
+    newest: dict[tuple, Row] = {}
+    for row in _rows(root, (*FIGURES, *COMPARED, "status", "experiment")):
         whole = row["agreement_matched"] is not None and row["decode_tok_s_median"] is not None
         if row["status"] == "ok" and row["experiment"] == "gate" and whole:
             newest[(*(row[name] for name in COMPARED), row["variant"])] = row
@@ -60,6 +62,14 @@ def frontier(root: Path) -> Rows:
     return out
 
 
+def _rows(root: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """Every row as a map of some columns, in order; by column, since pyarrow makes maps of rows slowly."""
+    rows, _ = table(root, columns)
+    names = list(dict.fromkeys(columns))
+    for cells in zip(*(rows.column(name).to_pylist() for name in names), strict=True):
+        yield dict(zip(names, cells, strict=True))
+
+
 def history(root: Path, variant: str) -> Rows:
     """Every run of a variant in order of time; `change` is in matched tokens since its last run that compares.
 
@@ -67,7 +77,7 @@ def history(root: Path, variant: str) -> Rows:
     """
     last: dict[tuple, int] = {}
     out: Rows = []
-    for row in table(root, (*HISTORY, *COMPARED))[0].to_pylist():
+    for row in _rows(root, (*HISTORY, *COMPARED)):
         if row["variant"] != variant:
             continue
         key = tuple(row[name] for name in COMPARED)

@@ -90,7 +90,7 @@ def _grids(entries: Sequence[Entry], golden: Golden, text: TokenText | None, cel
 def _lacking(entries: Sequence[Entry], drawn: dict[int, Any]) -> list[str]:
     """What cannot be shown, a line a reason, with the runs it holds for."""
     reasons = {
-        "no verdict on record, so divergences are not explained (`neartie verdict`)": lambda n, e: (
+        "no verdict on record, so divergences are not explained (neartie verdict gives one)": lambda n, e: (
             not e.verdict["class"]
         ),
         "no excess by layer on record (a verdict from inside writes it)": lambda n, e: not e.excess,
