@@ -1,6 +1,6 @@
 """Questions to a whole ledger: SQL over its rows, the frontier of agreement against speed, one variant's history."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,15 @@ def frontier(root: Path) -> Rows:
 
     A group has one battery, golden, model and device: rows of two groups are never held against each other.
     """
-    newest: dict[tuple, Row] = {}
-    for row in _rows(root, (*FIGURES, *COMPARED, "status", "experiment")):
-        whole = row["agreement_matched"] is not None and row["decode_tok_s_median"] is not None
-        if row["status"] == "ok" and row["experiment"] == "gate" and whole:
-            newest[(*(row[name] for name in COMPARED), row["variant"])] = row
+    columns = _columns(root, (*FIGURES, *COMPARED, "status", "experiment"))
+    newest: dict[tuple, int] = {}
+    told = ("status", "experiment", "agreement_matched", "decode_tok_s_median", *COMPARED, "variant")
+    for i, (status, experiment, matched, speed, *key) in enumerate(zip(*(columns[n] for n in told), strict=True)):
+        if status == "ok" and experiment == "gate" and matched is not None and speed is not None:
+            newest[tuple(key)] = i
     groups: dict[tuple, Rows] = {}
-    for key, row in newest.items():
-        groups.setdefault(key[:-1], []).append(row)
+    for key, i in newest.items():
+        groups.setdefault(key[:-1], []).append(_row(columns, i))
     out: Rows = []
     for rows in groups.values():
         rows.sort(key=lambda row: (-row["agreement_matched"], -row["decode_tok_s_median"], row["variant"]))
@@ -62,12 +63,14 @@ def frontier(root: Path) -> Rows:
     return out
 
 
-def _rows(root: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Every row as a map of some columns, in order; by column, since pyarrow makes maps of rows slowly."""
-    rows, _ = table(root, columns)
-    names = list(dict.fromkeys(columns))
-    for cells in zip(*(rows.column(name).to_pylist() for name in names), strict=True):
-        yield dict(zip(names, cells, strict=True))
+def _columns(root: Path, names: Sequence[str]) -> dict[str, list]:
+    """Every row's values by column; a map a row takes far longer to make."""
+    rows, _ = table(root, names)
+    return {name: rows.column(name).to_pylist() for name in dict.fromkeys(names)}
+
+
+def _row(columns: dict[str, list], i: int) -> Row:
+    return {name: values[i] for name, values in columns.items()}
 
 
 def history(root: Path, variant: str) -> Rows:
@@ -77,9 +80,8 @@ def history(root: Path, variant: str) -> Rows:
     """
     last: dict[tuple, int] = {}
     out: Rows = []
-    for row in _rows(root, (*HISTORY, *COMPARED)):
-        if row["variant"] != variant:
-            continue
+    columns = _columns(root, (*HISTORY, *COMPARED))
+    for row in (_row(columns, i) for i, name in enumerate(columns["variant"]) if name == variant):
         key = tuple(row[name] for name in COMPARED)
         matched, before = row["agreement_matched"], last.get(key)
         change = matched - before if row["status"] == "ok" and None not in (matched, before) else None
