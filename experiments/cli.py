@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from experiments import usage, words
-from experiments.commands import Command, available
+from experiments.command import Command
+from experiments.commands import available
 from experiments.outcome import Contained
 from harness.nearest import did_you_mean
 from variants.errors import UsageError

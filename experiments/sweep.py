@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from experiments.commands import Command
+from experiments.command import Command
 from experiments.outcome import INTERRUPTED, Contained
 from experiments.words import Flags, Line
 from harness import sweep

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from experiments.commands import EVERYWHERE, Command, Flag
+from experiments.command import EVERYWHERE, Command, Flag
 
 TOP = """neartie: is a token that differs rounding or a bug, and where?
 usage: neartie COMMAND [KEY=A,B ...] [-m: each combination] [--json] [--help]
@@ -11,7 +11,7 @@ example: neartie gate -m variant=f32,bf16_stream golden=gate
 exit: 0 ran, 1 bar or findings, 2 usage, 3 input, 4 device, 5 engine, 6 bug"""
 
 
-ALSO = ("ladder-to-vllm", "convert", "train", "identity", "bench")  # named in one line, so that the list fits a screen
+ALSO = ("ladder-to-vllm", "calibrate", "convert", "train", "identity", "bench")  # named in one line, so that the list fits a screen
 
 
 def top(commands: Iterable[Command]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from experiments.commands import EVERYWHERE, HELP, Command
+from experiments.command import EVERYWHERE, HELP, Command
 from harness.nearest import did_you_mean
 from variants.errors import UsageError
 

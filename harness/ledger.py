@@ -53,7 +53,8 @@ class Ledger:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.root, error) from error
-        write_once(run.marker, strict_json.dumps({"process": this_process(), "row": packed(run.row())}))
+        # A marker outlives its process, which is all it is for; that it outlives the machine is not worth two waits.
+        write_once(run.marker, strict_json.dumps({"process": this_process(), "row": packed(run.row())}), synced=False)
         return run
 
     def finish(self, run: "Run", record: Mapping[str, object]) -> dict:
@@ -153,14 +154,14 @@ class Run:
             error.add_note(str(second))
 
 
-def write_once(path: Path, payload: bytes) -> None:
+def write_once(path: Path, payload: bytes, *, synced: bool = True) -> None:
     """Put a new file in place as `replace_whole` does."""
     assert not path.exists(), f"{path.name} exists and is never rewritten"
-    replace_whole(path, payload)
+    replace_whole(path, payload, synced=synced)
 
 
-def replace_whole(path: Path, payload: bytes) -> None:
-    """Put a file in place whole or not at all, and on the disk, by a temporary name in the same folder.
+def replace_whole(path: Path, payload: bytes, *, synced: bool = True) -> None:
+    """Put a file in place whole or not at all, and if `synced` on the disk, by a temporary name in the same folder.
 
     Raises DeviceError, naming the folder, when that fails; leaves nothing behind then.
     """
@@ -170,11 +171,13 @@ def replace_whole(path: Path, payload: bytes) -> None:
             with open(temporary, "xb") as file:
                 file.write(payload)
                 file.flush()
-                os.fsync(file.fileno())
+                if synced:
+                    os.fsync(file.fileno())
             os.rename(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        if synced:
+            _sync_folder(path.parent)
     except OSError as error:
         raise _unwritable(path.parent, error) from error
 

@@ -1,9 +1,9 @@
 """A large ledger read quickly: its rows, flat, in one Parquet file beside the raw files, which stay the truth.
 
 The Parquet file is made from the raw files and holds the SHA-256 of each; it is no part of a merge, and who loses it
-loses nothing. What it does not hold yet is read from the raw files, what has gone from the folder is left out, and a
-raw file of another size is read anew. Columns are those of `Ledger.frame` with `_` for `.`, less recipes and `detail`,
-which raw files alone hold, and `file`, `bytes`, `sha256`.
+loses nothing. What it does not hold yet is read from the raw files, and what has gone from the folder is left out, by
+name: a row is never rewritten. `compact` also looks at sizes, and if told to at every byte. Columns are those of
+`Ledger.frame` with `_` for `.`, less recipes and `detail`, which raw files alone hold, and `file`, `bytes`, `sha256`.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.ledger_read import MARKER, ROW, Unreadable, files, read_folder, read_row
+from harness.ledger_read import MARKER, ROW, Unreadable, read_folder, read_row
 from harness.ledger_schema import SCHEMA, Status
 from variants.errors import DeviceError, InputError, NeartieError
 
@@ -46,15 +46,25 @@ def table(root: Path, columns: Sequence[str] | None = None) -> tuple["pa.Table",
     """
     import pyarrow as pa
 
-    sizes = _sizes(root)
-    old = _stored(root, sizes, columns)
-    have = set(old.column("file").to_pylist())
-    new, unreadable = _fresh(root, sorted(sizes.keys() - have), sizes)
-    new = pa.concat_tables([new, _crashed(root)], promote_options="permissive")
+    names, crashed = _names(root)
+    old = _stored(root, names, columns)
+    fresh = names - set(old.column("file").to_pylist()) if old.num_rows else names
+    if old.num_rows and not fresh and not crashed:  # then pandas, which is slow to import, is not needed
+        return old, ()
+    new, unreadable = _fresh(root, sorted(fresh))
+    new = pa.concat_tables([new, _crashed(root, crashed)], promote_options="permissive")
     if columns is not None:
         new = new.select([name for name in (*columns, "file") if name in new.column_names])
     whole = pa.concat_tables([old, new], promote_options="permissive") if old.num_rows else new
     return whole.sort_by("file") if new.num_rows else whole, unreadable
+
+
+def is_whole(root: Path) -> bool:
+    """Whether the Parquet file holds every row that `table` would give, and no other."""
+    names, crashed = _names(root)
+    if not names or crashed or _rows_in(root / NAME) != len(names):
+        return False
+    return _stored(root, names, ()).num_rows == len(names)
 
 
 def compact(root: Path, *, verify: bool = False) -> Compaction:
@@ -65,13 +75,13 @@ def compact(root: Path, *, verify: bool = False) -> Compaction:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    sizes = _sizes(root)
-    old = _stored(root, sizes, None)
+    names, _ = _names(root)
+    old = _of_same_size(root, _stored(root, names, None))
     wrong = _wrong(root, old) if verify else ()
     if wrong:
         old = old.filter(pa.array([name not in wrong for name in old.column("file").to_pylist()]))
-    fresh = sorted(sizes.keys() - set(old.column("file").to_pylist()))
-    new, unreadable = _fresh(root, fresh, sizes)
+    fresh = sorted(names - set(old.column("file").to_pylist()))
+    new, unreadable = _fresh(root, fresh)
     whole = (pa.concat_tables([old, new], promote_options="permissive") if old.num_rows else new).sort_by("file")
     path = root / NAME
     if new.num_rows or _rows_in(path) != whole.num_rows:
@@ -89,18 +99,19 @@ def compact(root: Path, *, verify: bool = False) -> Compaction:
     return Compaction(str(path), whole.num_rows, new.num_rows, unreadable, tuple(wrong))
 
 
-def _sizes(root: Path) -> dict[str, int]:
+def _names(root: Path) -> tuple[set[str], list[str]]:
+    """The names of the rows, and of the markers, by one look at the folder."""
     try:
-        with os.scandir(root) as entries:
-            return {e.name: e.stat().st_size for e in entries if e.name.endswith(ROW) and not e.name.startswith(".")}
+        names = [name for name in os.listdir(root) if not name.startswith(".")]
     except FileNotFoundError:
-        return {}
+        return set(), []
     except OSError as error:
         raise DeviceError(f"ledger folder {root} cannot be read ({error.strerror}); name a folder that can") from error
+    return {n for n in names if n.endswith(ROW)}, [n for n in names if n.endswith(MARKER)]
 
 
-def _stored(root: Path, sizes: dict[str, int], columns: Sequence[str] | None) -> "pa.Table":
-    """What the Parquet file holds of the files that are still there with the same size."""
+def _stored(root: Path, names: set[str], columns: Sequence[str] | None) -> "pa.Table":
+    """What the Parquet file holds of the files that are still there; nothing of one of another schema."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -108,32 +119,40 @@ def _stored(root: Path, sizes: dict[str, int], columns: Sequence[str] | None) ->
     if not path.is_file():
         return pa.table({"file": pa.array([], pa.string()), "bytes": pa.array([], pa.int64())})
     try:
-        schema = pq.read_schema(path)
-        number = int((schema.metadata or {}).get(META, b"0"))
-        wanted = (
-            None if columns is None else [c for c in dict.fromkeys((*columns, "file", "bytes")) if c in schema.names]
-        )
-        found = pq.read_table(path, columns=wanted)
+        # By the file's own reader: `read_table` goes by way of pyarrow.dataset, which imports pandas.
+        with pq.ParquetFile(path) as stored:
+            schema = stored.schema_arrow
+            number = int((schema.metadata or {}).get(META, b"0"))
+            asked = schema.names if columns is None else dict.fromkeys((*columns, "file"))
+            found = stored.read(columns=[name for name in asked if name in schema.names])
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}); remove it, it is made again from the rows") from error
     if number > SCHEMA:
         raise InputError(f"{path} has schema {number}, this reader knows up to {SCHEMA}; update neartie")
-    names, stored = found.column("file").to_pylist(), found.column("bytes").to_pylist()
-    keep = [sizes.get(name) == size for name, size in zip(names, stored, strict=True)]
-    found = found if all(keep) and number == SCHEMA else found.filter(pa.array(keep))
+    kept = found.column("file").to_pylist()
+    if number == SCHEMA and not names.issuperset(kept):
+        found = found.filter(pa.array([name in names for name in kept]))
     return found if number == SCHEMA else found.slice(0, 0)
 
 
-def _fresh(root: Path, names: Sequence[str], sizes: dict[str, int]) -> tuple["pa.Table", tuple[Unreadable, ...]]:
+def _of_same_size(root: Path, stored: "pa.Table") -> "pa.Table":
+    """Those rows whose raw file has the size that it had."""
+    import pyarrow as pa
+
+    pairs = zip(stored.column("file").to_pylist(), stored.column("bytes").to_pylist(), strict=True)
+    return stored.filter(pa.array([(root / name).stat().st_size == size for name, size in pairs], pa.bool_()))
+
+
+def _fresh(root: Path, names: Sequence[str]) -> tuple["pa.Table", tuple[Unreadable, ...]]:
     """The rows of raw files, a thousand at a time, since a whole row takes far more memory than its columns."""
     import pyarrow as pa
 
-    parts = [_part(root, names[at : at + CHUNK], sizes) for at in range(0, max(len(names), 1), CHUNK)]
+    parts = [_part(root, names[at : at + CHUNK]) for at in range(0, max(len(names), 1), CHUNK)]
     whole = pa.concat_tables([rows for rows, _ in parts], promote_options="permissive")
     return whole, tuple(file for _, unreadable in parts for file in unreadable)
 
 
-def _part(root: Path, names: Sequence[str], sizes: dict[str, int]) -> tuple["pa.Table", list[Unreadable]]:
+def _part(root: Path, names: Sequence[str]) -> tuple["pa.Table", list[Unreadable]]:
     rows: list[dict] = []
     own: dict[str, list[Any]] = {name: [] for name in OWN}
     unreadable: list[Unreadable] = []
@@ -146,17 +165,16 @@ def _part(root: Path, names: Sequence[str], sizes: dict[str, int]) -> tuple["pa.
         except (ValueError, OSError) as error:
             unreadable.append(Unreadable(name, str(error)))
             continue
-        for column, value in zip(OWN, (name, sizes[name], hashlib.sha256(payload).hexdigest()), strict=True):
+        for column, value in zip(OWN, (name, len(payload), hashlib.sha256(payload).hexdigest()), strict=True):
             own[column].append(value)
     return _flat(rows, own), unreadable
 
 
-def _crashed(root: Path) -> "pa.Table":
+def _crashed(root: Path, markers: Sequence[str]) -> "pa.Table":
     """Runs whose process is gone: their markers alone tell of them, so no Parquet file holds them."""
-    if not files(root, MARKER):
+    if not markers:
         return _flat([], {name: [] for name in OWN})
-    stems = {path.stem for path in files(root, MARKER)}
-    listing = read_folder(root, only=stems)
+    listing = read_folder(root, only={name.removesuffix(MARKER) for name in markers})
     rows = [row for row in listing.rows if row["status"] == Status.crashed.name]
     own = {"file": [f"{row['time_utc'].replace('-', '').replace(':', '')}-{row['run_id']}{MARKER}" for row in rows]}
     return _flat(rows, {**own, "bytes": [0] * len(rows), "sha256": [""] * len(rows)})

@@ -13,6 +13,7 @@ A null of the schema's own fields is left out, and so is what `detail.agreement`
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from harness.ledger_schema import FIELDS
@@ -78,6 +79,13 @@ def _whole(agreement: Plain) -> Plain:
 
 def _checked(pack: Callable, unpack: Callable, value: Any) -> Any:
     """The short form, or `value` itself where there is none or it would read as something else."""
+    return _remembered(pack, unpack, json.dumps(value))
+
+
+@lru_cache(maxsize=64)
+def _remembered(pack: Callable, unpack: Callable, text: str) -> Any:
+    """The same of a value's JSON: a sweep writes the same recipe for every golden. Nobody may change what it gives."""
+    value = json.loads(text)
     try:
         short = pack(value)
         return short if _same(unpack(short), value) else value

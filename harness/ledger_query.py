@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.ledger_compact import table
+from harness.ledger_compact import NAME, is_whole, table
 from variants.errors import DeviceError, UsageError
 
 COMPARED = ("battery_hash", "golden_hash", "model_hash", "environment_device")
 FIGURES = ("variant", "golden", "agreement_matched", "agreement_total", "decode_tok_s_median", "time_utc", "run_id")
 HISTORY = (*FIGURES, "status", "error", "verdict_class", "environment_git", "environment_torch")
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 
 
 def query(root: Path, sql: str) -> tuple[list[str], list[tuple]]:
@@ -22,9 +23,11 @@ def query(root: Path, sql: str) -> tuple[list[str], list[tuple]]:
         import duckdb
     except ImportError as error:
         raise DeviceError("ledger query needs DuckDB; pip install 'neartie[query]'") from error
-    runs, _ = table(root)
     with duckdb.connect(config={"enable_external_access": "true"}) as connection:
-        connection.register("runs", runs)
+        if is_whole(root):  # DuckDB reads of it the columns that the question needs
+            connection.from_parquet(str(root / NAME)).create_view("runs")
+        else:
+            connection.register("runs", table(root)[0])
         try:
             found = connection.execute(sql)
             return [name for name, *_ in found.description or ()], found.fetchall()
@@ -40,15 +43,15 @@ def frontier(root: Path) -> Rows:
 
     A group has one battery, golden, model and device: rows of two groups are never held against each other.
     """
-    columns = (*FIGURES, *COMPARED, "status", "experiment")
-    newest: dict[tuple, dict[str, Any]] = {}
-    for row in table(root, columns)[0].to_pylist():
-        whole = row["agreement_matched"] is not None and row["decode_tok_s_median"] is not None
-        if row["status"] == "ok" and row["experiment"] == "gate" and whole:
-            newest[(*(row[name] for name in COMPARED), row["variant"])] = row
+    columns = _columns(root, (*FIGURES, *COMPARED, "status", "experiment"))
+    newest: dict[tuple, int] = {}
+    told = ("status", "experiment", "agreement_matched", "decode_tok_s_median", *COMPARED, "variant")
+    for i, (status, experiment, matched, speed, *key) in enumerate(zip(*(columns[n] for n in told), strict=True)):
+        if status == "ok" and experiment == "gate" and matched is not None and speed is not None:
+            newest[tuple(key)] = i
     groups: dict[tuple, Rows] = {}
-    for key, row in newest.items():
-        groups.setdefault(key[:-1], []).append(row)
+    for key, i in newest.items():
+        groups.setdefault(key[:-1], []).append(_row(columns, i))
     out: Rows = []
     for rows in groups.values():
         rows.sort(key=lambda row: (-row["agreement_matched"], -row["decode_tok_s_median"], row["variant"]))
@@ -60,6 +63,16 @@ def frontier(root: Path) -> Rows:
     return out
 
 
+def _columns(root: Path, names: Sequence[str]) -> dict[str, list]:
+    """Every row's values by column; a map a row takes far longer to make."""
+    rows, _ = table(root, names)
+    return {name: rows.column(name).to_pylist() for name in dict.fromkeys(names)}
+
+
+def _row(columns: dict[str, list], i: int) -> Row:
+    return {name: values[i] for name, values in columns.items()}
+
+
 def history(root: Path, variant: str) -> Rows:
     """Every run of a variant in order of time; `change` is in matched tokens since its last run that compares.
 
@@ -67,9 +80,8 @@ def history(root: Path, variant: str) -> Rows:
     """
     last: dict[tuple, int] = {}
     out: Rows = []
-    for row in table(root, (*HISTORY, *COMPARED))[0].to_pylist():
-        if row["variant"] != variant:
-            continue
+    columns = _columns(root, (*HISTORY, *COMPARED))
+    for row in (_row(columns, i) for i, name in enumerate(columns["variant"]) if name == variant):
         key = tuple(row[name] for name in COMPARED)
         matched, before = row["agreement_matched"], last.get(key)
         change = matched - before if row["status"] == "ok" and None not in (matched, before) else None
