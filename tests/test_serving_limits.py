@@ -22,6 +22,7 @@ from serving import Client, local, serving
 from harness.compose import load
 from harness.engines.local import LocalEngine
 from harness.ledger import Ledger
+from harness.serving import desk
 from harness.serving import server as server_module
 from harness.serving.build import Limits, Offer, make_service
 from harness.serving.server import Beside
@@ -73,10 +74,10 @@ def rest(client: socket.socket) -> bytes:
 
 
 def idle(server: Beside) -> bool:
-    """No answer lives, no slot and no page has an owner, and nobody's ticket is kept."""
-    desk = server.service.desk
-    stats = desk.engine.stats
-    return (desk.live, stats.running, stats.waiting, stats.pages_used, len(desk.tickets)) == (0, 0, 0, 0, 0)
+    """No answer lives, no slot and no page has an owner, and nothing is kept for anybody."""
+    now = server.service.desk
+    stats, kept = now.engine.stats, (now.live, now.entries, len(now.tickets), server.service.inbox.held)
+    return not any((stats.running, stats.waiting, stats.pages_used, *kept))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -118,6 +119,38 @@ def test_a_reader_that_stalls_is_dropped_and_holds_up_nobody(server: Beside) -> 
         assert b"[DONE]" not in rest(slow)
 
 
+def test_what_an_answer_may_hold_is_bounded() -> None:
+    """Tokens and logprobs of one request, and of all: 400 where they are ever too many, 429 where they are now."""
+    with serving() as beside, Client(beside.url) as client:
+        many = {"echo": True, "logprobs": 20, "max_tokens": 50, "ignore_eos": True}
+        assert "logprobs asked for" in client.ask([5] * 200, n=128, **many)[1]["error"]["message"]
+        beside.service.desk.entries += desk.ENTRIES
+        assert client.ask(max_tokens=1)[0] == 429
+        beside.service.desk.entries -= desk.ENTRIES
+        assert client.said(max_tokens=1)
+        beside.service.inbox.held += 64 * 2**20
+        assert client.ask(max_tokens=1)[0] == 429
+        beside.service.inbox.held -= 64 * 2**20
+        until(lambda: idle(beside))
+
+
+def test_connections_are_bounded_in_number_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One too many is told so; one that never ends its head is closed, however slowly it goes on."""
+    monkeypatch.setattr(server_module, "CONNECTIONS", 2)
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_S", 1.0)
+    with serving() as beside, connect(beside) as one, connect(beside) as two:
+        one.sendall(b"GET /health HTTP/1.1\r\n")
+        time.sleep(0.2)
+        with connect(beside) as three:
+            assert rest(three).startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        with suppress(ConnectionError):
+            for _ in range(30):
+                two.sendall(b"x")
+                time.sleep(0.1)
+            pytest.fail("a head that never ends was waited for")
+        assert rest(one) == b""
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_is_too_large_is_refused_while_it_comes(server: Beside, chunked: bool) -> None:
     """Announced or not: 413 after no more than the bound, and the connection is closed."""
@@ -154,7 +187,7 @@ def test_pipelined_requests_and_garbage(server: Beside) -> None:
         until(lambda: server.service.desk.finished["length"] >= 1)
     with connect(server) as client:
         client.sendall(b"\x00\xff\r\n\r\n")
-        assert b"400" in client.recv(4096)
+        assert json.loads(rest(client).partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
     until(lambda: idle(server))
     with Client(server.url) as client:
         assert client.said(max_tokens=1)

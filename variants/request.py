@@ -93,8 +93,16 @@ class Output:
 def logprobs(logits: Tensor, token: int, top: int) -> Logprobs:
     """Log-softmax in float64 of logits [V]."""
     row = torch.log_softmax(logits.double(), -1)
-    best = torch.sort(row, descending=True, stable=True).indices[:top].tolist()
-    return Logprobs(token, float(row[token]), tuple((i, float(row[i])) for i in best))
+    return Logprobs(token, float(row[token]), tuple((i, float(row[i])) for i in _best(row, top)))
+
+
+def _best(row: Tensor, top: int) -> list[int]:
+    """Ids of the `top` largest of [V], ties to the lower id: only what may be among them is sorted."""
+    if not top:
+        return []
+    least = row.topk(min(top, len(row))).values[-1]
+    near = (row >= least).nonzero().squeeze(1)
+    return near[torch.sort(row[near], descending=True, stable=True).indices[:top]].tolist()
 
 
 def chosen(request: Request, index: int, logits: Tensor, best: int) -> int:

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from harness.serving.answers import Choice, Style, chat_logprobs, usage_of
-from harness.serving.api_error import answer_json
 from harness.serving.desk import Ticket
 from harness.serving.requests import ChatRequest, CompletionRequest
 from harness.serving.sequence import Piece
 from harness.serving.service import Service
-from harness.serving.wire import EventStream, unless_gone
+from harness.serving.wire import EventStream, Whole, unless_gone
 
 
 @dataclass(kw_only=True)
@@ -38,10 +38,12 @@ class Answering:
         """Whole, or as events."""
         if self.asked.stream:
             return EventStream(self.ticket, self._events(), self.service.limits)
-        with self.ticket:
-            return await unless_gone(http, self._whole())
+        with ExitStack() as held:
+            held.enter_context(self.ticket)
+            content = await unless_gone(http, self._whole())
+            return Whole(content, held.pop_all(), self.service.limits)
 
-    async def _whole(self) -> Response:
+    async def _whole(self) -> dict[str, Any]:
         pieces: list[list[Piece]] = [[] for _ in self.choices]
         async for batch in self.ticket.pieces():
             for place, piece in batch:
@@ -50,7 +52,7 @@ class Answering:
         if self.chat:
             parts = [self._message(c, p, "message") for c, p in zip(parts, pieces, strict=True)]
         whole = self._head("chat.completion" if self.chat else "text_completion")
-        return answer_json(whole | {"choices": parts, "usage": usage_of(self.choices, self.prompt_tokens)})
+        return whole | {"choices": parts, "usage": usage_of(self.choices, self.prompt_tokens)}
 
     async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
         """An event a choice for what has come since the last; all at once where the reader is slow."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import Response
@@ -32,6 +33,13 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         return answer_json(self.body(), status=self.status, headers=self.headers)
+
+    def raw(self) -> bytes:
+        """A whole HTTP answer, where there is no request to answer to."""
+        body = dumps(self.body())
+        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}", "Content-Type: application/json"]
+        lines += [f"Content-Length: {len(body)}", "Connection: close", *(f"{k}: {v}" for k, v in self.headers.items())]
+        return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def dumps(content: object) -> bytes:

@@ -46,13 +46,13 @@ def _routes(service: Service, metrics: Metrics) -> APIRouter:
     @router.post("/v1/completions", responses=EVENTS | refusals(service), openapi_extra=ASKS_COMPLETION)
     async def completions(request: Request) -> Response:
         """Tokens after one prompt or several, given as text or as token ids."""
-        asked = parse(CompletionRequest, await read_body(request, service.limits))
+        asked = parse(CompletionRequest, await read_body(request, service.limits, service.inbox))
         return await (await admission.complete(service, asked)).answer(request)
 
     @router.post("/v1/chat/completions", responses=EVENTS | refusals(service), openapi_extra=ASKS_CHAT)
     async def chat_completions(request: Request) -> Response:
         """An answer to a conversation, where the model's tokenizer has a chat template."""
-        asked = parse(ChatRequest, await read_body(request, service.limits))
+        asked = parse(ChatRequest, await read_body(request, service.limits, service.inbox))
         return await (await admission.chat(service, asked)).answer(request)
 
     @router.get("/v1/models", responses=refusals(service, 401))

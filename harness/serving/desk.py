@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Many
 from functools import partial
+from itertools import islice
 from types import TracebackType
 
 from harness.serving.api_error import ApiError
@@ -13,6 +14,9 @@ from harness.serving.engine import ServingEngine
 from harness.serving.sequence import Piece, Sequence
 
 KEPT_TIMES = 65536  # of the newest answers, for percentiles
+NEWEST = 100  # of them, for what an answer takes now
+ENTRIES = 2**21  # tokens and logprobs of all answers that are not read yet, about 100 bytes each
+SHARE = 4  # one request may ask for this part of them
 STOPPING = ApiError(503, "the server is stopping", code="stopping", headers={"Retry-After": "5"})
 DEAD = ApiError(503, "the engine has stopped; see the server's own output", code="engine_dead")
 
@@ -20,8 +24,8 @@ DEAD = ApiError(503, "the engine has stopped; see the server's own output", code
 class Ticket:
     """One request's sequences; leaving the `with` block cancels what still runs, whatever ended it.
 
-    What is not read yet lies here: at most max_tokens small pieces a sequence, so a reader that is slow costs no more
-    than its own answer, and no other request anything.
+    What is not read yet lies here, so a reader that is slow holds up nobody; all that may ever lie here is counted when
+    a request is let in, until its answer has been written.
     """
 
     def __init__(self, desk: "Desk") -> None:
@@ -61,7 +65,8 @@ class Ticket:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.open:
+        self._desk.entries -= sum(s.entries for s in self.sequences)
+        if self.open > 0:
             self._desk.cancel(self)
 
 
@@ -71,6 +76,7 @@ class Desk:
     def __init__(self, engine: ServingEngine, *, most: int) -> None:
         self.engine, self.most = engine, most
         self.live = 0
+        self.entries = 0
         self.stopping = False
         self.dead = False
         self.tickets: set[Ticket] = set()
@@ -97,9 +103,14 @@ class Desk:
         if count > self.most:
             raise ApiError(400, f"{count} answers asked for in one request, at most {self.most}", param="n")
 
-    def _check_room(self, count: int) -> None:
+    def _check_room(self, count: int, entries: int) -> None:
         self.check_open(count)
-        if self.live + count > self.most:
+        if entries > ENTRIES // SHARE:
+            raise ApiError(
+                400,
+                f"{entries} tokens and logprobs asked for in one request, at most {ENTRIES // SHARE}; ask for fewer",
+            )
+        if self.live + count > self.most or self.entries + entries > ENTRIES:
             raise ApiError(
                 429,
                 f"{self.live} answers wait or run already, at most {self.most}; try again later",
@@ -109,8 +120,10 @@ class Desk:
 
     def admit(self, sequences: Many[Sequence], ticket: Ticket) -> None:
         """Hand sequences to the engine; raises ApiError as `check_open` does, and 429 where there is no room now."""
-        self._check_room(len(sequences))
+        entries = sum(s.entries for s in sequences)
+        self._check_room(len(sequences), entries)
         ticket.sequences = list(sequences)
+        self.entries += entries
         ticket.open = len(sequences)
         self.live += len(sequences)
         self.tickets.add(ticket)
@@ -143,7 +156,8 @@ class Desk:
 
     def _wait_s(self) -> int:
         """Seconds until there may be room: a share of what an answer takes, 1 to 60."""
-        typical = sum(list(self.whole_s)[-100:]) / max(1, min(100, len(self.whole_s)))
+        newest = list(islice(reversed(self.whole_s), NEWEST))
+        typical = sum(newest) / max(1, len(newest))
         return max(1, min(60, math.ceil(typical / 2)))
 
     def _hand_out(self, pieces: Many[tuple[Sequence, Piece]]) -> None:

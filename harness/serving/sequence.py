@@ -50,6 +50,13 @@ class Sequence:
     first_s: float | None = None
     last_s: float | None = None
 
+    @property
+    def entries(self) -> int:
+        """Tokens and logprobs that its answer may hold, which is what it costs in memory."""
+        request = self.request
+        prompt = 0 if request.prompt_top is None else len(request.ids) * (request.prompt_top + 1)
+        return prompt + request.max_tokens * ((self.top or 0) + 1)
+
     def take(self, output: Output) -> Piece:
         """The piece that an output of the runner is."""
         self.last_s = time.monotonic()

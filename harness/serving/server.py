@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from harness.serving.api_error import ApiError
 from harness.serving.app import make_app
 from harness.serving.service import Service
 from variants.errors import DeviceError, EngineError
@@ -22,14 +23,37 @@ CLOSING_S = 5  # for connections whose answers are complete
 
 
 class Protocol(H11Protocol):
-    """One connection; the application may abort it, one that says nothing is closed, and what waits in the kernel to
-    be read is bounded too."""
+    """One connection: one request after the other, each of whose heads must come in time.
+
+    The application may abort it; what waits to be read is bounded in the kernel too; what is no HTTP, and one
+    connection too many, are answered in the API's shape.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         self.app_state = {**self.app_state, "transport": transport}
         self.timeout_keep_alive_task = self.loop.call_later(KEEP_ALIVE_S, self.timeout_keep_alive_handler)
+        if len(self.connections) > CONNECTIONS:
+            self._last(ApiError(503, f"more than {CONNECTIONS} connections", headers={"Retry-After": "1"}))
+
+    def data_received(self, data: bytes) -> None:
+        self.conn.receive_data(data)
+        self.handle_events()  # a whole head ends the time for it, not each of its bytes
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close what says nothing; what does not read what it was sent would never be closed."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
+
+    def send_400_response(self, msg: str) -> None:
+        self._last(ApiError(400, msg))
+
+    def _last(self, error: ApiError) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(error.raw())
+            self.transport.close()
 
 
 class Web(uvicorn.Server):
@@ -60,7 +84,6 @@ def web(service: Service) -> Web:
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSING_S,
     )

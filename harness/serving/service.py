@@ -7,7 +7,7 @@ from harness.serving.api_error import ApiError
 from harness.serving.chat_template import ChatTemplate
 from harness.serving.desk import Desk
 from harness.serving.vocabulary import Vocabulary
-from harness.serving.wire import Limits
+from harness.serving.wire import Inbox, Limits
 
 
 @dataclass(kw_only=True)
@@ -23,6 +23,7 @@ class Service:
     template: ChatTemplate | None = None
     limits: Limits = field(default_factory=Limits)
     key: str | None = None
+    inbox: Inbox = field(default_factory=Inbox)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, named: str | None) -> None:
