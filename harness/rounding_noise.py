@@ -272,7 +272,7 @@ def _rounds_inside(recipe: Recipe, sites: Sequence[str]) -> bool:
 def _plain(key: str, rule: Rule, keep: Mapping[str, bool]) -> Rule:
     rule = replace(rule, algorithm=rule.algorithm.removesuffix("_rows"), impl="torch")
     if keep.get(rule.algorithm, False):
-        return rule
+        return rule.without_form()
     if key.startswith("kda_core."):
         return replace(rule, algorithm="recurrent_gemv", options=())
     if key.startswith("mla_core."):

@@ -50,12 +50,15 @@ class Rule:
         formats = {f: _raise(getattr(self, f), dtype) for f in ("input", "accum", "output", "storage")}
         if dtype.precision < DType.f32.precision:
             return replace(self, **formats)
-        options = tuple(o for o in self.options if o[0] not in NARROW_OPTIONS)
-        if self.impl == "torch":
-            return replace(self, **formats, options=options)
+        raised = replace(self, **formats).without_form()
         widest = DType.f32 if self.impl != "vllm" else DType.bf16
-        torch = {"impl": "torch", "inside": ""} if dtype.precision > widest.precision else {}
-        return replace(self, **formats, **torch, options=options)
+        if self.impl == "torch" or dtype.precision <= widest.precision:
+            return raised
+        return replace(raised, impl="torch", inside="")
+
+    def without_form(self) -> "Rule":
+        """This rule without a form of rounding inside that is narrower than float32."""
+        return replace(self, options=tuple(o for o in self.options if o[0] not in NARROW_OPTIONS))
 
     def as_dict(self) -> dict[str, object]:
         names = {

@@ -178,6 +178,7 @@ def in_blocks(x: Tensor, k: Tensor, total: Tensor, real: int) -> Tensor:
 
 def tf32(x: Tensor) -> Tensor:
     """float32 with the last 13 bits of each fraction cut off: what a TF32 product reads of an operand."""
+    assert x.dtype == torch.float32
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
