@@ -51,8 +51,9 @@ def defined(x: Inputs, scale: float) -> Tensor:
 
 
 def tiled(tile_q: int, tile_k: int, *, rows: bool = False, **more: int) -> Core:
-    core = mla.rows if rows else mla.tiles
-    return lambda x, s: core(*x, scale=s, tile_q=tile_q, tile_k=tile_k, **more)
+    sizes: dict[str, object] = {"tile_q": tile_q, "tile_k": tile_k, **more}
+    core: Callable[..., Tensor] = mla.rows if rows else mla.tiles
+    return lambda x, s: core(*x, scale=s, **sizes)
 
 
 def dense(x: Inputs, scale: float) -> Tensor:

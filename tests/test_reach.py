@@ -77,8 +77,8 @@ def test_a_fault_of_the_second_chunk_is_found_on_short_prompts(planted: bool, mo
     """A chunk that does not decay what the one before left is clean on short prompts, and replay still names it."""
     right = kda._one_chunk
 
-    def undecayed(q, k, v, g, beta, state, at, real):
-        o, left = right(q, k, v, g, beta, state, at, real)
+    def undecayed(q, k, v, g, beta, state, at, real, form):
+        o, left = right(q, k, v, g, beta, state, at, real, form)
         return o, left + state * (1 - g.sum(-2).exp().unsqueeze(-1))
 
     if planted:
