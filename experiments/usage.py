@@ -11,14 +11,15 @@ example: neartie gate -m variant=f32,bf16_stream golden=gate
 exit: 0 ran, 1 bar or findings, 2 usage, 3 input, 4 device, 5 engine, 6 bug"""
 
 
-ALSO = ("ladder-to-vllm", "calibrate", "convert", "train", "identity", "bench")  # named in one line, so that the list fits a screen
+# Named in one line, so that the list fits a screen.
+ALSO = ("ladder-to-vllm", "calibrate", "convert", "train", "identity", "bench", "status", "completion")
 
 
 def top(commands: Iterable[Command]) -> str:
     """`neartie --help`."""
     there = list(commands)
     lines = [f"  {c.name:<9} {c.summary}" for c in there if c.name not in ALSO]
-    also = ", ".join(c.name for c in there if c.name in ALSO)
+    also = " ".join(c.name for c in there if c.name in ALSO)
     return TOP.format(commands="\n".join([*lines, *([f"  also: {also}"] if also else [])]))
 
 
