@@ -17,6 +17,7 @@ from harness.ledger import Ledger, Run
 from harness.numerics import check_device, policy
 from harness.paired import WARM_UP, LibrarySide, Pairs, Side, Spread, VariantSide, rate_of, timed
 from harness.pregate import check_vocabulary
+from harness.progress import tracked
 from harness.provenance import environment
 from harness.text_table import text_table
 from variants.errors import EngineError, UsageError
@@ -72,7 +73,8 @@ def _timed(config: Settings, golden: Golden, row: Run) -> list[Pairs]:
     steps = config.steps + WARM_UP
     ours, theirs = VariantSide(engine.model, steps=steps), _other(config, engine, steps)
     prompts = golden.prompts
-    return [timed(ours, theirs, prompts[i % len(prompts)], steps=config.steps) for i in range(config.runs)]
+    runs = tracked("runs", range(config.runs), config.runs)
+    return [timed(ours, theirs, prompts[i % len(prompts)], steps=config.steps) for i in runs]
 
 
 def _other(config: Settings, engine: LocalEngine, steps: int) -> Side:

@@ -26,6 +26,7 @@ from harness.golden import Golden, load_golden
 from harness.ledger import Ledger, Run
 from harness.ledger_view import PUBLISHED, published_rows
 from harness.numerics import check_device, policy
+from harness.progress import tracked
 from harness.provenance import environment
 from harness.text_table import text_table
 from variants.axes import Execution, Variant
@@ -70,7 +71,7 @@ def run(config: Settings, flags: Flags) -> int:
         raise UsageError(f"campaign: variant={config.label} has no effect; name what is to run in variants=[...]")
     names = config.variants or campaign_variants()
     worst = 0
-    for number, name in enumerate(names):
+    for number, name in enumerate(tracked("variants", names, len(names))):
         if not config.variants and (why := _cannot_run(config, name)):
             print(f"neartie: [{name}] not run here: {why}", file=sys.stderr)
             continue

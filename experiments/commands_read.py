@@ -129,6 +129,33 @@ READ: tuple[Command, ...] = (
         example="neartie variants",
     ),
     Command(
+        name="status",
+        summary="what runs now, what ended last, what crashed, what space is left",
+        module="experiments.status",
+        usage="neartie status [results=DIR]",
+        text=(
+            "Runs in flight are told by their markers, of processes on this machine that are\n"
+            "still there. A marker without its process is a run that crashed: it has no row,\n"
+            "and `neartie gate -m ... resume=true` runs it again."
+        ),
+        example="neartie status results=runs/h200",
+    ),
+    Command(
+        name="completion",
+        summary="a script that completes commands, settings and names in a shell",
+        module="experiments.completion",
+        usage="neartie completion bash|zsh|fish",
+        text=(
+            "Commands, their actions and flags, and the names after variant=, golden=,\n"
+            "engine=, model= and device=, as they are now.\n"
+            'bash  eval "$(neartie completion bash)" in ~/.bashrc\n'
+            "zsh   the same in ~/.zshrc, after compinit\n"
+            "fish  neartie completion fish > ~/.config/fish/completions/neartie.fish"
+        ),
+        example="neartie completion fish > ~/.config/fish/completions/neartie.fish",
+        actions={"bash": (), "zsh": (), "fish": ()},
+    ),
+    Command(
         name="doctor",
         summary="what is installed, are the assets whole; or what an engine offers",
         module="experiments.doctor",

@@ -17,6 +17,7 @@ from harness.golden import Golden, load_golden
 from harness.journal import Journal
 from harness.numerics import check_device, policy
 from harness.pregate import check_length
+from harness.progress import tracked
 from harness.text_table import text_table
 from variants.errors import UsageError
 
@@ -42,7 +43,8 @@ def run(config: Settings, flags: Flags) -> int:
     tables: dict[str, list[Cell]] = {}
     for name in config.goldens:
         golden = part_of(load_golden(name), prompts=config.limit, tokens=config.max_tokens)
-        runs = {choice.label: _once(choice, golden) for _, choice in choices}
+        engines = tracked(golden.name, choices, len(choices))
+        runs = {choice.label: _once(choice, golden) for _, choice in engines}
         if len(runs) < len(choices):
             raise UsageError(f"cross: {', '.join(config.engines)} name one engine twice; name each once")
         tables[golden.name] = cross(golden, runs)

@@ -46,7 +46,7 @@ def _told(error: BaseException) -> tuple[int, str]:
     if isinstance(error, NeartieError):
         return error.exit_code, " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted"
+        return INTERRUPTED, "interrupted; the same command again does what is missing"
     if isinstance(error, BrokenPipeError):  # whoever read the output has read enough
         return 0, ""
     if type(error).__name__ in OUT_OF_MEMORY:

@@ -22,6 +22,7 @@ from harness.compose import as_yaml, experiment_sweep, load
 from harness.config import Config
 from harness.ledger_read import Listing, read_folder
 from harness.overrides import jobs
+from harness.progress import tracked
 from harness.sweep import Place
 from variants.errors import EngineError, UsageError
 
@@ -210,7 +211,7 @@ class Swept:
         return self.configs[number], replace(self.flags, place=place if self.command.rows else None, job=place.words)
 
     def _in_process(self, todo: Sequence[int]):
-        for number in todo:
+        for number in tracked("jobs", todo, len(todo)):
             outcome = run_job(self.module, *self._job(number))
             yield outcome
             if outcome.code == INTERRUPTED:

@@ -13,6 +13,7 @@ from harness.engines.assets import checkpoint_folder
 from harness.engines.transformers_load import quiet
 from harness.gguf_write import WeightFormat
 from harness.numerics import check_device, policy
+from harness.progress import tracked
 from harness.training import Schedule, batches, new_model, read_tokens, train, validation_loss
 from variants.checkpoint import load_checkpoint, load_config
 from variants.errors import UsageError
@@ -64,7 +65,7 @@ def run(config: Settings, flags: Flags) -> int:
     with policy(config.device), quiet():
         model = new_model(geometry, seed=config.seed, device=config.device.torch_name)
         rows = batches(tokens[:kept], config.schedule, bos=bos, seed=config.seed)
-        for p in train(model, rows, config.schedule):
+        for p in tracked("steps", train(model, rows, config.schedule), config.steps):
             if p.step % 50 == 0 or p.step == config.steps - 1:
                 print(f"step {p.step}: loss {p.loss:.4f}, rate {p.rate:.2e}", file=sys.stderr)
         few = replace(config.schedule, steps=VALIDATION)

@@ -12,14 +12,14 @@ exit: 0 ran, 1 bar or findings, 2 usage, 3 input, 4 device, 5 engine, 6 bug"""
 
 
 # Named in one line, so that the list fits a screen.
-ALSO = ("ladder-to-vllm", "calibrate", "convert", "train", "identity", "bench")
+ALSO = ("ladder-to-vllm", "calibrate", "convert", "train", "identity", "bench", "status", "completion")
 
 
 def top(commands: Iterable[Command]) -> str:
     """`neartie --help`."""
     there = list(commands)
     lines = [f"  {c.name:<9} {c.summary}" for c in there if c.name not in ALSO]
-    also = ", ".join(c.name for c in there if c.name in ALSO)
+    also = " ".join(c.name for c in there if c.name in ALSO)
     return TOP.format(commands="\n".join([*lines, *([f"  also: {also}"] if also else [])]))
 
 

@@ -19,6 +19,7 @@ from harness.engines.protocol import Engine, EngineInfo, Generation, Prompts
 from harness.golden_data import ENDED, Golden
 from harness.journal import Journal
 from harness.pregate import check_answers
+from harness.progress import tracked
 from harness.sampling import greedy_problems, normalize_sampling
 from variants.errors import EngineError, InputError
 
@@ -147,7 +148,8 @@ def _check_run(golden: Golden, info: EngineInfo, run: Generation, plan: Plan, wa
 def _whole(engine: Engine, plan: Plan, journal: Journal, way: str) -> Generation:
     """One run, in parts of as many rows as the engine runs together."""
     parts: list[Generation] = []
-    for start, rows in _parts(plan.prompts, max(1, engine.info.batch)):
+    size = max(1, engine.info.batch)
+    for start, rows in tracked(way, _parts(plan.prompts, size), -(-len(plan.prompts) // size)):
         key = f"{way} {start}"
         if (kept := journal.get(key)) is None:
             part = engine.generate(rows, plan.max_tokens, stop_at_eos=plan.stop_at_eos)

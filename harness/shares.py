@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.progress import tracked
 from variants.errors import UsageError
 
 Axes = frozenset[str]
@@ -79,7 +80,9 @@ def shares(
 
     exact = math.factorial(len(axes)) <= orders
     chosen, drawn = _every_order(axes, allowed) if exact else _drawn_orders(axes, allowed, orders, seed)
-    gains = np.array([[gain for _, gain in sorted(_gains(order, measured))] for order in chosen])
+    gains = np.array(
+        [[gain for _, gain in sorted(_gains(order, measured))] for order in tracked("orders", chosen, len(chosen))]
+    )
     names = sorted(axes)
     before, after = measured(frozenset()), measured(frozenset(axes))
     assert math.isclose(gains.mean(0).sum(), after - before, rel_tol=1e-9, abs_tol=1e-9), (

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.progress import tracked
 from variants.binding import Binder
 from variants.decode import padded
 from variants.dtypes import DType
@@ -91,7 +92,8 @@ def streamed_logits(
     sequences = {i: [*p, *c[:-1]] for i, (p, c) in enumerate(zip(prompts, continuations, strict=True)) if len(c)}
     groups = [_embedded(binder, rows, sequences) for rows in _grouped(sequences, tokens_at_once)]
     casts.drop()
-    for i in range(binder.config.num_layers):
+    layers = binder.config.num_layers
+    for i in tracked("oracle: layers", range(layers), layers):
         layer = Layer(binder.on(i))
         for group in groups:
             group.advance(layer, binder, tokens_at_once)

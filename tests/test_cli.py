@@ -52,7 +52,7 @@ def test_help_names_every_command(capsys: Captured) -> None:
     shown = capsys.readouterr().out
     assert all(f"  {c.name:<9} {c.summary}" in shown for c in available().values() if c.name not in ALSO)
     (also,) = (line for line in shown.splitlines() if line.startswith("  also: "))
-    assert also == f"  also: {', '.join(name for name in available() if name in ALSO)}"
+    assert also == f"  also: {' '.join(name for name in available() if name in ALSO)}"
 
 
 def _children_s() -> float:

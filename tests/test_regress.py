@@ -4,15 +4,19 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from experiments import regress
 from experiments.cli import main
+from experiments.words import Flags
 from harness import baseline
 from harness.ci_report import Checked, junit, markdown
+from harness.compose import load
 from harness.ledger import Ledger
 from harness.regress import Bands, Finding, baseline_of, compare
 from variants.errors import InputError, UsageError
@@ -218,3 +222,43 @@ def test_the_pytest_plugin_gates_and_gives_fixtures(tmp_path: Path):
     assert "1 failed, 1 passed" in done.stdout
     assert ElementTree.parse(tmp_path / "j.xml").getroot().find("testsuite").get("failures") == "1"  # pyright: ignore
     assert in_pytest(tmp_path, "--gate-require=15").returncode == 0
+
+
+DEFAULT = ["limit=5", "max_tokens=8", "device.threads=1", "repeats=1", "base=none", "speed=0.99", "memory=0.9"]
+PLANTED = "variant.stream=bf16"
+PLANT = f"""
+from dataclasses import replace
+from harness import compose
+load = compose.load
+compose.load = lambda words, **more: replace(load(words, **more), variant=load([{PLANTED!r}]).variant)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_axis_changed_in_the_default_variant_is_found_and_an_untouched_tree_is_not(
+    tmp_path: Path, capsys: Captured
+):
+    """Ten runs of the same tree pass ten times; the stream in bf16 under the same name fails with place and reason.
+
+    The pytest plugin says the same of the same change.
+    """
+    words = [*DEFAULT, f"baseline={tmp_path / 'base'}", f"results={tmp_path}"]
+    assert main(["regress", *words, "--record"]) == 0
+    assert [main(["regress", *words]) for _ in range(10)] == [0] * 10
+    capsys.readouterr()
+    config = load(words, root=regress.Settings)
+    flags = Flags()
+    assert regress.run(replace(config, variant=load([PLANTED]).variant), flags) == 1
+    ((_, checked),) = flags.results
+    found = "\n".join(f"{finding.kind}: {finding.text}" for finding in checked.findings)
+    assert "prompt 4 diverges at position 6" in found
+    assert "output was f32 and is bf16" in found
+    (tmp_path / "conftest.py").write_text(PLANT)
+    given = ["--gate", "limit=5", "--gate", "max_tokens=8", "--gate", "device.threads=1", "--gate", "speed=0.99"]
+    given += ["--gate", "memory=0.9", f"--gate-baseline={tmp_path / 'base'}", "--gate-base=none"]
+    plugin = ["-p", "experiments.pytest_plugin"] if "experiments.pytest_plugin" not in sys.modules else []
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, str(tmp_path), *given]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "prompt 4 diverges at position 6" in done.stdout

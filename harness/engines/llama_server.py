@@ -22,6 +22,7 @@ from harness.engines.llama_child import LlamaSettings, xllamacpp, xllamacpp_vers
 from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
 from harness.engines.server_process import Scratch, ServerProcess
 from harness.gguf_write import WeightFormat, write_gguf
+from harness.progress import progress
 from variants.checkpoint import Checkpoint, load_checkpoint
 from variants.errors import EngineError, InputError, UsageError
 
@@ -229,13 +230,15 @@ class LlamaServerEngine:
         def run(slot: int) -> None:
             for n in range(slot, count, self._slots):
                 found[n] = work(n, slot)
+                done()
 
-        if self._slots == 1:
-            run(0)
-        else:
-            with ThreadPoolExecutor(self._slots) as pool:
-                for future in [pool.submit(run, slot) for slot in range(self._slots)]:
-                    future.result()
+        with progress("prompts", count) as done:
+            if self._slots == 1:
+                run(0)
+            else:
+                with ThreadPoolExecutor(self._slots) as pool:
+                    for future in [pool.submit(run, slot) for slot in range(self._slots)]:
+                        future.result()
         return [x for x in found if x is not None] if count and found[0] is not None else []
 
 

@@ -22,6 +22,7 @@ from harness.engines.sequences import check_pairs, check_rows
 from harness.measure import PREFILL
 from harness.numerics import check_device, policy
 from harness.observe import Observed, observe
+from harness.progress import tracked
 from variants import decode
 from variants.axes import Execution, Variant
 from variants.checkpoint import load_checkpoint
@@ -113,7 +114,8 @@ class LocalEngine:
                 return self._generate_paged(prompts, max_tokens, eos)
             rows = _Rows(self, prompts, max_tokens, eos)
             self._warm_up(prompts)
-            for start in range(0, len(prompts), self.recipe.execution.batch):
+            starts = range(0, len(prompts), self.recipe.execution.batch)
+            for start in tracked(f"{self.name}: tokens", starts, len(starts)):
                 rows.run(start, self.recipe.execution.batch)
         return rows.generation()
 
@@ -152,7 +154,8 @@ class LocalEngine:
                 for o in paged_rows.outputs(paged_rows.runner_for(self.model, requests), requests):
                     table.put(o.request, o.index, _numpy(o.logits))
                 return table.scored("decode")
-            for start in range(0, len(prompts), self.recipe.execution.batch):
+            starts = range(0, len(prompts), self.recipe.execution.batch)
+            for start in tracked(f"{self.name}: forced", starts, len(starts)):
                 span = slice(start, start + self.recipe.execution.batch)
                 for t, logits in enumerate(forced_logits(self.model, prompts[span], continuations[span])):
                     _put(table, start, t, logits, continuations)

@@ -23,6 +23,7 @@ from harness.engines.openai_requests import Form, models
 from harness.engines.prompt_text import PromptText
 from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
 from harness.journal import Journal
+from harness.progress import progress
 from variants.errors import EngineError, InputError, UsageError
 
 COMPLETIONS = "/v1/completions"
@@ -193,9 +194,10 @@ class OpenAIEngine:
             answer = self._ask(prompts[n], max_tokens, stop_at_eos, f"prompt {n}")
             journal.put(keys[n], answer.plain())
             found[keys[n]] = answer
+            done()
 
         resumed = len(found)
-        with _kept(lambda: len(found), len(prompts)):
+        with _kept(lambda: len(found), len(prompts)), progress("answers", len(missing)) as done:
             _each(one, missing, self._habits.concurrency)
         return [found[k] for k in keys], resumed
 
