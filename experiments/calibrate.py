@@ -60,8 +60,6 @@ BENIGN = {
         "f32 gemm=f32 kda.prefill=chunk kda.chunk_size=8 moe.experts=grouped mla.prefill=sdpa",
         "f32 kda.prefill=chunk mla.prefill=dense_f32 mla.decode=online_f32",
         "f32 kda.prefill=chunk kda.chunk_size=32 fused_projections=true mla.prefill=sdpa",
-        "f32 execution.mode=recompute kda.prefill=chunk kda.decode=chunk mla.prefill=online_f32 mla.decode=online_f32",
-        "f32 execution.mode=recompute execution.batch=3 kda.decode=recurrent mla.prefill=sdpa mla.decode=sdpa",
     ),
 }
 

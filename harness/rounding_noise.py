@@ -35,15 +35,13 @@ COARSE_BITS = DType.f16.precision
 # checkpoint. Products of 128 to 768 terms lie between 2.1 and 3.3 whatever their length: the library sums in blocks,
 # and the row's rms grows with the sum. tests/test_envelope.py measures the table's effect on whole runs again.
 INTERNAL = {
-    "gemm": 2.8, "gemm_columns": 2.8, "bmm": 2.8, "taps": 0.7,
+    "gemm": 2.8, "gemm_rows": 2.8, "gemm_columns": 2.8, "bmm": 2.8, "bmm_rows": 2.8, "taps": 0.7,
     "conv1d": 0.7, "silu": 0.6,
     "silu_lanes": 0.6, "sigmoid": 0.9, "sigmoid_lanes": 0.9, "l2norm": 0.8, "softmax": 4.1,
     "rms_norm": 1.0, "scale_before": 1.0, "scale_after": 1.0, "island_f32": 2.5, "recurrent": 2.5,
     "recurrent_gemv": 2.5, "chunk": 2.5, "dense_f32": 1.1, "online_f32": 1.1, "flash": 1.1, "absorbed": 1.1,
     "sdpa": 1.1,
 }  # fmt: skip
-# One to three rows go through another kernel, with more partial sums: the same measurement, `f32` at 1 and at 4 rows.
-FEW_ROWS, OF_FEW_ROWS = 4, {"gemm": 2.0, "gemm_columns": 2.0}
 KDA_STATE_INTERNAL = 1.5
 
 
@@ -180,24 +178,13 @@ def _noise_of(recipe: Recipe, config: ModelConfig, where: Where, rounded: set[Wh
         moved = (site, layer, run) in rounded and rule.output is not None
         core = recipe.rule("kda_core", layer, phase).accum if site == "kda_state" else DType.f64
         return PlaceNoise((rule.output,) if moved and rule.output else (), _internal(core, KDA_STATE_INTERNAL))
+    known = INTERNAL.get(rule.algorithm.removesuffix("_rows").removesuffix("_fused"), 0.0)
+    if rule.algorithm.startswith("rms_norm"):
+        known = INTERNAL["rms_norm"]
     if site == "mla_scores":
         narrow = rule.accum if rule.accum.precision <= COARSE_BITS else None
         return PlaceNoise((narrow, narrow) if narrow else ())  # the product's rounding and the scaling's
-    return PlaceNoise(_formats(rule, config), _internal(rule.accum, _units(rule, _rows_together(recipe, phase))))
-
-
-def _rows_together(recipe: Recipe, phase: str) -> int:
-    """How many rows a product has at least: in a prefix that is run whole its tokens are rows too."""
-    return recipe.execution.batch if phase == "decode" and is_incremental(recipe) else FEW_ROWS
-
-
-def _units(rule: Rule, rows: int) -> float:
-    """What an operation in float32 errs inside, in units of u(float32); a batch-invariant one runs row by row."""
-    name = rule.algorithm.removesuffix("_rows").removesuffix("_fused")
-    if name.startswith("rms_norm"):
-        return INTERNAL["rms_norm"]
-    few = rows < FEW_ROWS or rule.algorithm.endswith("_rows")
-    return OF_FEW_ROWS[name] if few and name in OF_FEW_ROWS else INTERNAL.get(name, 0.0)
+    return PlaceNoise(_formats(rule, config), _internal(rule.accum, known))
 
 
 def _formats(rule: Rule, config: ModelConfig) -> tuple[DType, ...]:
