@@ -78,7 +78,7 @@ def captured(made: Casts, variant: Variant, spot: Spot, place: Place) -> OpCaptu
 
 
 RUNS = [(name, spot) for name in VARIANTS for spot in (PREFILL, DECODE)]
-SHARE = 8  # of the places of a run, one in so many is captured by the quick test
+SHARE = 24  # of the places of a run, one in so many is captured by the quick test
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
