@@ -57,6 +57,7 @@ class Ceilings:
     bf16_tflop_s: float
 
 
+@torch.inference_mode()
 def ceilings(device: str) -> Ceilings:
     """Measure them on random data, several times the cache in size."""
     x = torch.empty(COPY_BYTES // 2, dtype=torch.bfloat16, device=device).normal_()
@@ -70,6 +71,7 @@ def ceilings(device: str) -> Ceilings:
     return Ceilings(2 * COPY_BYTES / copy / 1e6, COPY_BYTES / read / 1e6, 2 * PRODUCT**3 / product / 1e9)
 
 
+@torch.inference_mode()
 def decode_ms(step: FusedStep, position: int, steps: int, repeats: int) -> Timed:
     """Milliseconds a step of greedy decode from a position on, no host between steps; the position is set back."""
 
@@ -81,6 +83,7 @@ def decode_ms(step: FusedStep, position: int, steps: int, repeats: int) -> Timed
     return Timed(t.median / steps, t.low / steps, t.high / steps, repeats)
 
 
+@torch.inference_mode()
 def kinds_us(step: FusedStep, repeats: int = 20) -> dict[str, tuple[int, float]]:
     """Launches of each kind and microseconds of one: all of a kind one after the other, as one graph, alone."""
     kinds: dict[str, list[Launch]] = {}
@@ -121,6 +124,7 @@ def bytes_by_kind(c: ModelConfig, context: int) -> dict[str, int]:
         "mla_expand": w * c.num_heads * c.v_head_dim * c.kv_lora_rank,
         "mla_out": w * d * c.num_heads * c.v_head_dim,
         "dense_up": w * d * 2 * c.intermediate_size,
+        "dense_act": 0,
         "dense_down": w * d * c.intermediate_size,
         "router": w * d * (c.num_experts + 2 * shared),
         "experts_up": w * d * (slots * 2 * inner + shared),

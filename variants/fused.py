@@ -57,11 +57,13 @@ class FusedStep:
         self.run(1)
         return self.buffers.logits.clone().unsqueeze(0)
 
+    @torch.inference_mode()
     def begin(self, token: Tensor, position: int) -> None:
         """What the next step reads: its token and where it stands."""
         self.buffers.token.copy_(token)
         self.buffers.position.fill_(position)
 
+    @torch.inference_mode()
     def run(self, steps: int) -> None:
         """So many steps, each on the token that the one before it chose."""
         if self.graph is Graph.cuda and self.replay is None:
@@ -85,6 +87,7 @@ def carried_by(state: State) -> tuple[Tensor, ...]:
     return (*state.conv.values(), *state.recurrent.values(), *state.latent.values())
 
 
+@torch.inference_mode()
 def fused_step(model: "Model", state: State, slot: int, kept: Any) -> FusedStep:
     """The step list of a state's slot, made again where its tensors were exchanged."""
     found = kept.get(state)

@@ -1,6 +1,5 @@
 """The launches of each kind of layer of a fused step, bound to weights, buffers and state."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,7 +17,7 @@ from variants.ops.launch_triton import block, format_of
 from variants.state import State
 
 BF16, F32 = torch.bfloat16, torch.float32
-AS_IS, NORMED, ACTIVATED = 0, 1, 2  # as row_fused_triton names what a product reads
+AS_IS, NORMED = 0, 1  # as row_fused_triton names what a product reads
 LOWEST = -(2**62)
 
 
@@ -83,6 +82,11 @@ class Buffers:
         return {"PDL": True, "launch_pdl": True} if self.device != "cpu" else {"PDL": False}
 
 
+    def registers(self, most: int) -> dict[str, int]:
+        """On a GPU: no more registers a thread than this, so that more programs run side by side."""
+        return {"maxnreg": most} if self.device != "cpu" else {}
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -105,7 +109,6 @@ class Product:
     norm: Tensor | None = None
     eps: float = 0.0
     out: Tensor | None = None
-    kept: Tensor | None = None
     residual: bool = False
     top: bool = False
 
@@ -114,10 +117,10 @@ class Product:
         none = self.x
         operands = (
             self.x, none if self.norm is None else self.norm, self.weight, none if self.out is None else self.out,
-            none if self.kept is None else self.kept, buf.stream, buf.best, n, self.eps,
+            buf.stream, buf.best, n, self.eps,
         )  # fmt: skip
         constants = {
-            **row_triton.split(k), "BN": rows, "READ": self.read, "KEEP": self.kept is not None,
+            **row_triton.split(k), "BN": rows, "READ": self.read,
             "RESIDUAL": self.residual, "TOP": self.top, "num_warps": row_triton.WARPS, **buf.overlap,
         }  # fmt: skip
         return Launch(name, row_fused_triton.project_kernel, (cdiv(n, rows),), operands, constants)
@@ -143,10 +146,10 @@ def kda(b: Binder, buf: Buffers, state: State, slot: int) -> list[Launch]:
     proj, mixed = buf.named("proj", len(weight)), buf.named("mixed", channels)
     first = Product(x=buf.stream, weight=weight, out=proj, **_norm(b, "input_layernorm", "input_norm"))
     f, g = buf.named("f", heads * k), buf.named("g", wide)
-    o, tail = buf.named("o", wide), buf.named("tail", wide)
-    last = Product(x=tail, weight=packed(b, f"{name}.o_proj"), residual=True)
+    o = buf.named("o", wide)
+    last = Product(x=o, weight=packed(b, f"{name}.o_proj"), residual=True)
     gates = _gates(b, buf, (proj, f, g, mixed, state.conv[b.layer][slot]))
-    core = _core(b, buf, (mixed, f, proj[channels + 2 * v :], state.recurrent[b.layer][slot], o, g, tail))
+    core = _core(b, buf, (mixed, f, proj[channels + 2 * v :], state.recurrent[b.layer][slot], o, g))
     return [first.launch("kda_project", buf), gates, core, last.launch("kda_out", buf)]
 
 
@@ -167,13 +170,13 @@ def _gates(b: Binder, buf: Buffers, given: tuple[Tensor, ...]) -> Launch:
 
 
 def _core(b: Binder, buf: Buffers, given: tuple[Tensor, ...]) -> Launch:
-    c, (mixed, f, beta, carried, o, g, tail) = b.config, given
+    c, (mixed, f, beta, carried, o, g) = b.config, given
     heads, k, v = c.kda_num_heads, c.kda_head_dim, c.kda_v_head_dim
     a_log = b.parameter("self_attn.A_log", "decay_gate").reshape(-1).contiguous()
     dt_bias = b.parameter("self_attn.dt_bias", "decay_gate").reshape(-1).contiguous()
     norm = b.parameter("self_attn.o_norm.weight", "o_norm")
     operands = (
-        mixed, mixed[heads * k :], mixed[2 * heads * k :], f, beta, a_log, dt_bias, carried, o, g, norm, tail,
+        mixed, mixed[heads * k :], mixed[2 * heads * k :], f, beta, a_log, dt_bias, carried, o, g, norm,
         c.kda_scale, c.rms_norm_eps,
     )  # fmt: skip
     constants = {
@@ -235,11 +238,12 @@ def _runs(b: Binder, buf: Buffers, given: tuple[Tensor, ...], slot: int) -> list
         **shared, "BR": block(rank), "PAGE": cache.shape[1], "H": heads, "P": c.qk_rope_head_dim, "BH": mla_triton.HEADS,
         "BP": block(c.qk_rope_head_dim), "BN": sizes["tile_k"], "WHOLE": True, "QP": c.qk_head_dim,
         "PROBS": format_of(F32 if probs is None else probs.torch), "PRECISION": "ieee",
-        **mla_triton.RUN_LAUNCH,
+        **mla_triton.RUN_LAUNCH, **buf.overlap,
     }  # fmt: skip
     operands = (q_latent, q[c.qk_nope_head_dim :], cache, page, buf.position, runs, lse, 1, 1, c.mla_scale)
     grid = (1, cdiv(heads, mla_triton.HEADS), splits)
-    merge = {**shared, "BR": mla_triton.MERGED, "BS": block(splits), "OUT": format_of(BF16), "num_warps": 4}
+    merge = {**shared, "BR": mla_triton.MERGED, "BS": block(splits), "OUT": format_of(BF16), "num_warps": 4,
+             **buf.overlap}  # fmt: skip
     return [
         Launch("mla_runs", mla_triton.run_kernel, grid, operands, constants),
         Launch("mla_merge", mla_triton.merge_kernel, (heads, cdiv(rank, mla_triton.MERGED)), (runs, lse, o_latent), merge),
@@ -247,30 +251,52 @@ def _runs(b: Binder, buf: Buffers, given: tuple[Tensor, ...], slot: int) -> list
 
 
 def dense(b: Binder, buf: Buffers) -> list[Launch]:
-    """Gate and up; down into the stream."""
+    """Gate and up; their activation; down into the stream."""
     weight = packed(b, "mlp.gate_proj", "mlp.up_proj")
     raw = buf.named("dense", len(weight))
     norm = _norm(b, "post_attention_layernorm", "post_attn_norm")
     first = Product(x=buf.stream, weight=weight, out=raw, **norm)
-    last = Product(x=raw, weight=packed(b, "mlp.down_proj"), read=ACTIVATED, residual=True)
-    return [first.launch("dense_up", buf), last.launch("dense_down", buf)]
+    inner, act = b.config.intermediate_size, buf.named("dense_act", b.config.intermediate_size)
+    constants = {"B": row_triton.CHANNELS, "num_warps": row_triton.WARPS, **buf.overlap}
+    grid = (cdiv(inner, row_triton.CHANNELS),)
+    activate = Launch("dense_act", row_fused_triton.act_kernel, grid, (raw, act, inner), constants)
+    last = Product(x=act, weight=packed(b, "mlp.down_proj"), residual=True)
+    return [first.launch("dense_up", buf), activate, last.launch("dense_down", buf)]
 
 
 def mixture(b: Binder, buf: Buffers) -> list[Launch]:
-    """Router beside the shared expert's gate and up; the chosen experts' beside its down; their down into the stream."""
+    """Router and choice beside the shared expert's gate and up; the chosen experts'; their down into the stream."""
     c, name = b.config, "block_sparse_moe"
     shared = c.num_shared_experts * c.moe_intermediate_size
-    names = (f"{name}.gate", *(f"{name}.shared_experts.{x}_proj" for x in ("gate", "up") if shared))
-    weight = packed(b, *names)
-    logits, x = buf.named("router", len(weight)), buf.named("x", c.hidden_size)
+    logits = buf.named("router", c.num_experts + 2 * shared)
+    given = {
+        "x": buf.named("x", c.hidden_size),
+        "logits": logits,
+        "act": buf.named("act", c.experts_per_token * c.moe_intermediate_size),
+        "shared": buf.named("shared", c.hidden_size),
+        "ids": buf.named("ids", c.experts_per_token, dtype=torch.int64),
+        "weights": buf.named("weights", c.experts_per_token, dtype=F32),
+    }
+    return [_router(b, buf, given, shared), _up(b, buf, given, shared), _down(b, buf, given, shared)]
+
+
+def _router(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> Launch:
+    c, name = b.config, "block_sparse_moe"
+    weight = packed(b, f"{name}.gate", *(f"{name}.shared_experts.{x}_proj" for x in ("gate", "up") if shared))
+    bias = b.parameter(f"{name}.gate.e_score_correction_bias", "router_scores")
     norm = _norm(b, "post_attention_layernorm", "post_attn_norm")
-    first = Product(x=buf.stream, weight=weight, out=logits, kept=x, **norm)
-    act = buf.named("act", c.experts_per_token * c.moe_intermediate_size)
-    summed = buf.named("shared", c.hidden_size)
-    ids = buf.named("ids", c.experts_per_token, dtype=torch.int64)
-    weights = buf.named("weights", c.experts_per_token, dtype=F32)
-    given = {"x": x, "logits": logits, "act": act, "shared": summed, "ids": ids, "weights": weights}
-    return [first.launch("router", buf), _up(b, buf, given, shared), _down(b, buf, given, shared)]
+    rows, arrived = row_triton.rows_of(c.hidden_size), buf.named("arrived", 1, dtype=torch.int32)
+    constants = {
+        **row_triton.split(c.hidden_size), "BN": rows, "E": c.num_experts, "BE": block(c.num_experts),
+        "SLOTS": c.experts_per_token, "BS": block(c.experts_per_token),
+        "BEFORE": b.rule("router_weights").algorithm == f"scale_{RouterScale.before.name}",
+        "RENORMALIZE": c.renormalize, "num_warps": row_triton.WARPS, **buf.overlap, **buf.registers(168),
+    }  # fmt: skip
+    operands = (
+        buf.stream, norm["norm"], weight, given["logits"], given["x"], bias, given["ids"], given["weights"], arrived,
+        len(weight), norm["eps"], c.routed_scaling_factor,
+    )  # fmt: skip
+    return Launch("router", row_fused_triton.router_kernel, (cdiv(len(weight), rows),), operands, constants)
 
 
 def _experts(b: Binder, leaves: tuple[str, ...], site: str) -> Tensor:
@@ -279,24 +305,18 @@ def _experts(b: Binder, leaves: tuple[str, ...], site: str) -> Tensor:
 
 
 def _up(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> Launch:
-    c, name = b.config, "block_sparse_moe"
+    c = b.config
     d, inner, slots = c.hidden_size, c.moe_intermediate_size, c.experts_per_token
-    bias = b.parameter(f"{name}.gate.e_score_correction_bias", "router_scores")
-    down = packed(b, f"{name}.shared_experts.down_proj") if shared else given["shared"]
+    down = packed(b, "block_sparse_moe.shared_experts.down_proj") if shared else given["shared"]
     parts, own, rows = row_triton.split(d), row_triton.split(max(shared, 1)), row_mix_triton.up_rows(d)
     below = row_triton.rows_of(max(shared, 1))
     constants = {
         "D": d, "K1": parts["K1"], "K2": parts["K2"], "I": inner, "BN": rows, "S": own["K"], "S1": own["K1"],
-        "S2": own["K2"], "BD": below, "E": c.num_experts, "BE": block(c.num_experts), "SLOTS": slots,
-        "BS": block(slots), "BEFORE": b.rule("router_weights").algorithm == f"scale_{RouterScale.before.name}",
-        "RENORMALIZE": c.renormalize, "num_warps": row_triton.WARPS, **buf.overlap,
+        "S2": own["K2"], "BD": below, "SLOTS": slots, "num_warps": row_triton.WARPS, **buf.overlap,
     }  # fmt: skip
-    programs = 1 + slots * cdiv(inner, rows) + (cdiv(d, below) if shared else 0)
-    operands = (
-        given["x"], given["logits"], bias, _experts(b, ("w1", "w3"), "expert_gate_up"), given["act"],
-        given["logits"][c.num_experts :], down, given["shared"], given["ids"], given["weights"],
-        c.routed_scaling_factor,
-    )  # fmt: skip
+    programs = slots * cdiv(inner, rows) + (cdiv(d, below) if shared else 0)
+    operands = (given["x"], _experts(b, ("w1", "w3"), "expert_gate_up"), given["act"],
+                given["logits"][c.num_experts :], down, given["shared"], given["ids"])  # fmt: skip
     return Launch("experts_up", row_fused_triton.experts_up_kernel, (programs,), operands, constants)
 
 
@@ -306,7 +326,7 @@ def _down(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> Lau
     constants = {
         "D": c.hidden_size, "I": c.moe_intermediate_size, "SLOTS": c.experts_per_token, **shape,
         "SHARED": bool(shared), **row_mix_triton.formats(expert_rounding(b), "expert_down", "expert_out"),
-        "num_warps": row_triton.WARPS, **buf.overlap,
+        "num_warps": row_mix_triton.DOWN_WARPS, **buf.overlap,
     }  # fmt: skip
     operands = (given["act"], _experts(b, ("w2",), "expert_down"), given["ids"], given["weights"], given["shared"],
                 buf.stream)  # fmt: skip
@@ -329,5 +349,3 @@ def head(b: Binder, buf: Buffers) -> list[Launch]:
     finish = Launch("finish", row_fused_triton.finish_kernel, (1,), last, {"num_warps": 1, **buf.overlap})
     return [first, product.launch("lm_head", buf), finish]
 
-
-Layer = Callable[[Binder, Buffers], list[Launch]]

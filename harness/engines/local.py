@@ -24,10 +24,10 @@ from harness.numerics import check_device, policy
 from harness.observe import Observed, observe
 from harness.progress import tracked
 from variants import decode
-from variants.axes import Execution, Variant
+from variants.axes import Execution, Graph, Variant
 from variants.checkpoint import load_checkpoint, load_config
 from variants.checkpoint_write import random_checkpoint
-from variants.errors import EngineError, InputError, UsageError
+from variants.errors import DeviceError, EngineError, InputError, UsageError
 from variants.kernels import check_environment
 from variants.model import Model
 from variants.recipe import Recipe, resolve
@@ -49,6 +49,10 @@ class LocalEngine:
         self.recipe = resolve(variant, casts.checkpoint.config)
         if self.recipe.tf32 and casts.device == "cpu":
             raise UsageError("variant: tf32=true has no effect on the cpu; remove it or run on cuda")
+        if self.recipe.execution.graph is Graph.cuda and casts.device == "cpu":
+            raise DeviceError(
+                "execution.graph=cuda needs a CUDA device, got cpu: set device=cuda, or variant.execution.graph=off"
+            )
         check_environment(self.recipe.implementations, casts.device)
         self.compiling = Compiling(tuple(sorted(self.recipe.implementations - {"torch"})))
         self._warm: set[tuple[int, ...]] = set()

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from variants.errors import UsageError
-from variants.ops.launch_triton import Precision, block, dot, expect, format_of, narrow, require
+from variants.ops.launch_triton import Precision, block, dot, enter, expect, format_of, narrow, require
 
 HEADS = 16  # query heads that share one tile of the latent
 MAX_RANK = 512
@@ -123,12 +123,12 @@ def absorbed(
         q.contiguous(), q_pe.contiguous(), latent.contiguous(), block_table.to(torch.int32).contiguous(), where,
         runs, lse, block_table.shape[1], t, scale, PAGE=latent.shape[1], H=h, R=r, P=p, QP=p, BH=HEADS, BR=block(r),
         BP=block(p), BN=tile_k, SPLITS=kv_splits, WHOLE=whole_tiles, PROBS=format_of(softmax.probs),
-        BASE2=softmax.base2, PRECISION=softmax.precision.value, **RUN_LAUNCH,
+        BASE2=softmax.base2, PRECISION=softmax.precision.value, PDL=False, **RUN_LAUNCH,
     )  # fmt: skip
     out = torch.empty(b, t, h, r, dtype=softmax.out_dtype, device=q.device)
     merge_kernel[(b * t * h, triton.cdiv(r, MERGED))](
         runs, lse, out, R=r, BR=MERGED, SPLITS=kv_splits, BS=block(kv_splits), BASE2=softmax.base2,
-        OUT=format_of(softmax.out_dtype), num_warps=4,
+        OUT=format_of(softmax.out_dtype), PDL=False, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -199,9 +199,10 @@ def run_kernel(
     q, q_pe, pages, table, positions, runs, lse, table_width, t, scale,
     PAGE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, QP: tl.constexpr, BH: tl.constexpr,
     BR: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr, PROBS: tl.constexpr,
-    BASE2: tl.constexpr, PRECISION: tl.constexpr,
+    BASE2: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BH heads of one query over one run of keys; QP values lie from one head's q_pe to the next."""
+    enter(PDL)
     row, run = tl.program_id(0).to(tl.int64), tl.program_id(2)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
     low, high = tl.arange(0, BR), tl.arange(0, BP)
@@ -235,9 +236,10 @@ def run_kernel(
 @triton.jit
 def merge_kernel(
     runs, lse, out, R: tl.constexpr, BR: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr, BASE2: tl.constexpr,
-    OUT: tl.constexpr,
+    OUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BR values of one head of one query: its runs, each by its share of the whole sum; empty ones are not read."""
+    enter(PDL)
     at, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BR + tl.arange(0, BR)
     run = tl.arange(0, BS)
     size = tl.load(lse + at * SPLITS + run, mask=run < SPLITS, other=float("-inf"))

@@ -10,20 +10,20 @@ each other share a grid. Everything stored between two operations is bfloat16, a
 import triton
 import triton.language as tl
 
-from variants.ops.launch_triton import narrow
+from variants.ops.launch_triton import enter, narrow
 from variants.ops.row_triton import (
     absorb_columns,
     activated,
     conv_channels,
     dots,
-    enter,
     expert_rows,
+    expert_tile,
     keep,
     normed,
-    nth_expert,
     routed_rows,
     routing,
     second,
+    second_expert,
     tile,
     vector,
 )
@@ -68,13 +68,12 @@ def _rows(
 
 @triton.jit
 def project_kernel(
-    x, norm, weight, out, kept, stream, best, n, eps, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
-    BN: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr, RESIDUAL: tl.constexpr, TOP: tl.constexpr,
-    PDL: tl.constexpr,
+    x, norm, weight, out, stream, best, n, eps, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    BN: tl.constexpr, READ: tl.constexpr, RESIDUAL: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A product with what it reads made on the way in.
 
-    KEEP: the operand is stored too. RESIDUAL: the product is added to the stream instead of stored. TOP: the largest
+    RESIDUAL: the product is added to the stream instead of stored. TOP: the largest
     result and its row are kept in `best`.
     """
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -82,9 +81,6 @@ def project_kernel(
     w1, w2 = tile(weight, rows, ok, K, 0, K1), second(weight, rows, ok, K, K1, K2)
     enter(PDL)
     x1, x2 = _operand(x, norm, eps, K, K1, K2, READ)
-    if KEEP:
-        if tl.program_id(0) == 0:
-            keep(kept, x1, x2, K, K1, K2, BF16)
     y = narrow(dots(w1, w2, x1, x2, K2), BF16)
     if RESIDUAL:
         y = narrow(tl.load(stream + rows, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32), BF16)
@@ -139,24 +135,46 @@ def latent_kernel(
 
 
 @triton.jit
-def experts_up_kernel(
-    x, logits, bias, w13, act, raw, shared_w, shared, ids, weights, factor,
-    D: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, I: tl.constexpr, BN: tl.constexpr,  # noqa: E741
-    S: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+def router_kernel(
+    x, norm, weight, out, kept, bias, ids, weights, arrived, n, eps, factor,
+    K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     SLOTS: tl.constexpr, BS: tl.constexpr, BEFORE: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up of the chosen experts; the choice itself, stored for the next launch; the shared expert's down."""
-    pid, blocks = tl.program_id(0), tl.cdiv(I, BN)
+    """Router logits beside the shared expert's gate and up; the last program of the router's rows chooses.
+
+    `arrived` counts those programs, and is zero again when the launch is over. The normed stream is stored too.
+    """
+    pid = tl.program_id(0)
+    rows = pid * BN + tl.arange(0, BN)
+    ok = rows < n
+    w1, w2 = tile(weight, rows, ok, K, 0, K1), second(weight, rows, ok, K, K1, K2)
+    enter(PDL)
+    x1, x2 = _operand(x, norm, eps, K, K1, K2, NORMED)
     if pid == 0:
+        keep(kept, x1, x2, K, K1, K2, BF16)
+    tl.store(out + rows, narrow(dots(w1, w2, x1, x2, K2), BF16), mask=ok)
+    if pid * BN < E:
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived, 1, sem="acq_rel")
+        if before == tl.cdiv(E, BN) - 1:
+            routing(out, bias, ids, weights, factor, E, BE, SLOTS, BS, BEFORE, RENORMALIZE)
+            tl.store(arrived, 0)
+
+
+@triton.jit
+def experts_up_kernel(
+    x, w13, act, raw, shared_w, shared, ids, D: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, I: tl.constexpr,  # noqa: E741
+    BN: tl.constexpr, S: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, BD: tl.constexpr, SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Gate and up of the chosen experts; the shared expert's down projection."""
+    pid, blocks = tl.program_id(0), tl.cdiv(I, BN)
+    if pid < SLOTS * blocks:
         enter(PDL)
-        routing(logits, bias, ids, weights, factor, E, BE, SLOTS, BS, BEFORE, RENORMALIZE)
-    elif pid <= SLOTS * blocks:
-        enter(PDL)
-        slot, rows = (pid - 1) // blocks, ((pid - 1) % blocks) * BN + tl.arange(0, BN)
-        expert = nth_expert(logits, bias, slot, E, BE)
-        expert_rows(x, w13, act, expert, slot, rows, D, K1, K2, I, BF16, BF16, BF16)
+        slot, rows = pid // blocks, (pid % blocks) * BN + tl.arange(0, BN)
+        expert_rows(x, w13, act, tl.load(ids + slot), slot, rows, D, K1, K2, I, BF16, BF16, BF16)
     else:
-        below = (pid - 1 - SLOTS * blocks) * BD + tl.arange(0, BD)
+        below = (pid - SLOTS * blocks) * BD + tl.arange(0, BD)
         _rows(raw, shared_w, shared_w, shared, below, D, 0.0, S, S1, S2, ACTIVATED, PDL)
 
 
@@ -166,17 +184,33 @@ def experts_down_kernel(
     BN: tl.constexpr, BS: tl.constexpr, I1: tl.constexpr, I2: tl.constexpr, SHARED: tl.constexpr, DOWN: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The routed sum, the shared expert's output and the residual stream, added in this order."""
-    enter(PDL)
+    """The routed sum, the shared expert's output and the residual stream, added in this order.
+
+    The choice was made by the launch before the last, which is over when this one begins: the chosen rows are under way
+    before the wait.
+    """
     rows, slot = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BS)
     ok = rows < D
-    expert = tl.load(ids + slot, mask=slot < SLOTS, other=0)
+    expert = tl.load(ids + slot, mask=slot < SLOTS, other=0, cache_modifier=".cg")
+    first = expert_tile(w2, expert, slot, rows, SLOTS, D, I, 0, I1)
+    rest = second_expert(w2, expert, slot, rows, SLOTS, D, I, I1, I2)
+    enter(PDL)
     weight = tl.load(weights + slot, mask=slot < SLOTS, other=0.0)
-    y = routed_rows(act, w2, expert, weight, slot, rows, D, I, I1, I2, SLOTS, DOWN, SCALED, BF16)
+    y = routed_rows(act, first, rest, weight, slot, I, I1, I2, SLOTS, DOWN, SCALED, BF16)
     if SHARED:
         y = narrow(y + tl.load(shared + rows, mask=ok, other=0.0).to(tl.float32), BF16).to(tl.float32)
     y = tl.load(stream + rows, mask=ok, other=0.0).to(tl.float32) + y
     tl.store(stream + rows, narrow(y, BF16), mask=ok)
+
+
+@triton.jit
+def act_kernel(raw, act, n, B: tl.constexpr, PDL: tl.constexpr):
+    """The activation of gate and up that lie one after the other."""
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    enter(PDL)
+    gate = tl.load(raw + at, mask=at < n, other=0.0).to(tl.float32)
+    up = tl.load(raw + n + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(act + at, narrow(activated(gate, up, BF16, BF16), BF16), mask=at < n)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from variants.errors import UsageError
 from variants.ops.kda_triton import softplus_gate
-from variants.ops.launch_triton import block, expect, format_of, narrow, require, sigmoid
+from variants.ops.launch_triton import block, enter, expect, format_of, narrow, require, sigmoid
 from variants.ops.moe_triton import Rounding
 from variants.ops.row_triton import (
     CHANNELS,
@@ -18,18 +18,21 @@ from variants.ops.row_triton import (
     WARPS,
     absorb_columns,
     conv_channels,
-    enter,
     expert_rows,
+    expert_tile,
     gated,
     gemv_per_head,
-    rows_of,
     routed_rows,
     routing,
+    second_expert,
     split,
+    vector,
 )
 
 MAX_EXPERTS = 65536
+UP_TILE = 8192  # values of gate and up of a chosen expert that a program holds
 SLOT_TILE = 16384  # values of all chosen experts' down projections that a program holds
+DOWN_WARPS = 4
 
 
 def short_conv(raw: Tensor, weight: Tensor, state: Tensor, *, out_dtype: torch.dtype) -> Tensor:
@@ -65,7 +68,7 @@ def delta_step(
     out = torch.empty(heads, v_width, dtype=out_dtype, device=q.device)
     delta_kernel[(heads,)](
         q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), *gate, state, out, out, out,
-        out, scale, 0.0, K=width, V=v_width, BK=block(width), BV=block(v_width), TAIL=False, PDL=False,
+        scale, 0.0, K=width, V=v_width, BK=block(width), BV=block(v_width), TAIL=False, PDL=False,
         OUT=format_of(out_dtype), num_warps=DELTA_WARPS,
     )  # fmt: skip
     return out
@@ -73,11 +76,11 @@ def delta_step(
 
 @triton.jit
 def delta_kernel(
-    q, k, v, g, beta, a_log, dt_bias, state, o, gate, weight, tail, scale, eps,
+    q, k, v, g, beta, a_log, dt_bias, state, o, gate, weight, scale, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
     OUT: tl.constexpr,
 ):  # fmt: skip
-    """One head, its state in registers; TAIL: then the gated norm of its output, read back as another launch would."""
+    """One head, its state in registers; TAIL: the gated norm of its output is stored instead of it."""
     head = tl.program_id(0)
     rows, cols = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = rows < K, cols < V
@@ -91,16 +94,18 @@ def delta_kernel(
     decay = tl.load(g + head * K + rows, mask=in_k, other=0.0).to(tl.float32)
     value = tl.load(v + head * V + cols, mask=in_v, other=0.0).to(tl.float32)
     b = sigmoid(tl.load(beta + head).to(tl.float32))
+    if TAIL:
+        opened, scaled = vector(gate + head * V, V, 0, BV), vector(weight, V, 0, BV)
     query = query / tl.sqrt(tl.sum(query * query, 0) + 1e-6) * scale
     key = key / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
     s = s * tl.exp(softplus_gate(decay + bias, rate))[:, None]
     error = (value - tl.sum(s * key[:, None], 0)) * b
     s = s + key[:, None] * error[None, :]
-    tl.store(o + head * V + cols, narrow(tl.sum(s * query[:, None], 0), OUT), mask=in_v)
-    tl.store(home, s, mask=in_k[:, None] & in_v[None, :])
+    y = narrow(tl.sum(s * query[:, None], 0), OUT)
     if TAIL:
-        tl.debug_barrier()
-        gated(o + head * V, gate + head * V, weight, tail + head * V, eps, V, BV, OUT)
+        y = gated(y.to(tl.float32), opened, scaled, eps, V, OUT)
+    tl.store(o + head * V + cols, y, mask=in_v)
+    tl.store(home, s, mask=in_k[:, None] & in_v[None, :])
 
 
 def absorb(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
@@ -163,7 +168,7 @@ def _route_kernel(
 
 def up_rows(d: int) -> int:
     """Rows of gate, and as many of up, that a program takes."""
-    return max(1, rows_of(d) // 2)
+    return max(1, UP_TILE // (2 * split(d)["K1"]))
 
 
 def down_shape(inner: int, slots: int) -> dict[str, int]:
@@ -191,7 +196,7 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, *,
     shape = down_shape(inner, slots)
     _down_kernel[(triton.cdiv(d, shape["BN"]),)](
         act, w2, ids, weights, out, D=d, I=inner, SLOTS=slots, **shape,
-        **formats(rounding, "expert_down", "expert_out", "routed"), num_warps=WARPS,
+        **formats(rounding, "expert_down", "expert_out", "routed"), num_warps=DOWN_WARPS,
     )  # fmt: skip
     return out
 
@@ -223,5 +228,7 @@ def _down_kernel(
     rows, slot = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BS)
     expert = tl.load(ids + slot, mask=slot < SLOTS, other=0)
     weight = tl.load(weights + slot, mask=slot < SLOTS, other=0.0)
-    y = routed_rows(act, w2, expert, weight, slot, rows, D, I, I1, I2, SLOTS, DOWN, SCALED, ROUTED)
+    first = expert_tile(w2, expert, slot, rows, SLOTS, D, I, 0, I1)
+    rest = second_expert(w2, expert, slot, rows, SLOTS, D, I, I1, I2)
+    y = routed_rows(act, first, rest, weight, slot, I, I1, I2, SLOTS, DOWN, SCALED, ROUTED)
     tl.store(out + rows, narrow(y, ROUTED), mask=rows < D)

@@ -12,14 +12,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from variants.errors import UsageError
-from variants.ops.launch_triton import block, expect, format_of, narrow, require, sigmoid
+from variants.ops.launch_triton import block, enter, expect, format_of, narrow, require, sigmoid
 
 WARPS = 4  # of every launch but the delta rule's
 DELTA_WARPS = 8
-TILE = 8192  # values of a weight that a program holds
+TILES = {2048: 16384, 4096: 8192}  # values of a weight that a program holds, by the first width of its rows
+TILE = 8192  # of all other widths
 CHANNELS = 256  # of the convolution, or values of an elementwise launch, a program
 LATENT_COLUMNS = 64  # of the latent that a program of `absorb` makes
 FIRST = tl.constexpr(-(2**62))  # under every key of `choice_keys` and `top_key`
@@ -33,15 +33,8 @@ def split(k: int) -> dict[str, int]:
 
 def rows_of(k: int) -> int:
     """Rows of a weight that a program takes, for rows of k values."""
-    return max(1, TILE // split(k)["K1"])
-
-
-@triton.jit
-def enter(PDL: tl.constexpr):
-    """Wait for the launch before this one, then let the next one begin; loads above it run beside the former's end."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    width = split(k)["K1"]
+    return max(1, TILES.get(width, TILE) // width)
 
 
 @triton.jit
@@ -87,14 +80,20 @@ def second(w, rows, ok, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr):
 
 
 @triton.jit
+def squares(y):
+    """The sum of squares in float64, whose order is lost in the rounding to float32 that follows it."""
+    return tl.sum((y * y).to(tl.float64), 0)
+
+
+@triton.jit
 def normed(x, weight, eps, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, OUT: tl.constexpr):
     """RMSNorm of a vector in two parts, float32 throughout, rounded once to OUT and widened again."""
     y1, w1 = vector(x, K, 0, K1), vector(weight, K, 0, K1)
-    square = tl.sum(y1 * y1, 0)
+    square = squares(y1)
     if K2 > 0:
         y2, w2 = vector(x, K, K1, K2), vector(weight, K, K1, K2)
-        square += tl.sum(y2 * y2, 0)
-    rstd = tl.rsqrt(square / K + eps)
+        square += squares(y2)
+    rstd = tl.rsqrt(square.to(tl.float32) / K + eps)
     z1 = narrow(y1 * rstd * w1, OUT).to(tl.float32)
     if K2 > 0:
         return z1, narrow(y2 * rstd * w2, OUT).to(tl.float32)
@@ -134,35 +133,23 @@ def conv_channels(raw, state, weight, out, c, ok, C: tl.constexpr, W: tl.constex
 
 
 @triton.jit
-def gated(x, gate, weight, out, eps, D: tl.constexpr, BD: tl.constexpr, OUT: tl.constexpr):
-    """weight * norm(x) * sigmoid(gate) of one head, rounded once."""
-    cols = tl.arange(0, BD)
-    y = tl.load(x + cols, mask=cols < D, other=0.0).to(tl.float32)
-    y = y * tl.rsqrt(tl.sum(y * y, 0) / D + eps)
-    y = y * tl.load(weight + cols, mask=cols < D, other=0.0).to(tl.float32)
-    y = y * sigmoid(tl.load(gate + cols, mask=cols < D, other=0.0).to(tl.float32))
-    tl.store(out + cols, narrow(y, OUT), mask=cols < D)
+def gated(y, gate, weight, eps, D: tl.constexpr, OUT: tl.constexpr):
+    """weight * norm(y) * sigmoid(gate) of one head, rounded once; float32 in, zero past the head's end."""
+    y = y * tl.rsqrt(squares(y).to(tl.float32) / D + eps)
+    return narrow(y * weight * sigmoid(gate), OUT)
 
 
 @triton.jit
 def choice_keys(logits, bias, E: tl.constexpr, BE: tl.constexpr):
-    """Scores of the experts, and integers in the order of score + bias, of equal ones the lowest id first."""
+    """Scores of the experts, and integers in the order of score + bias, of equal ones the lowest id first.
+
+    The logits may have been stored by other programs of this launch, so they are read past the first cache.
+    """
     at = tl.arange(0, BE)
-    score = sigmoid(tl.load(logits + at, mask=at < E, other=0.0).to(tl.float32))
+    score = sigmoid(tl.load(logits + at, mask=at < E, other=0.0, cache_modifier=".cg").to(tl.float32))
     bits = (score + tl.load(bias + at, mask=at < E, other=0.0).to(tl.float32)).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return tl.where(at < E, order * 65536 + (BE - 1 - at), FIRST), score
-
-
-@triton.jit
-def nth_expert(logits, bias, slot, E: tl.constexpr, BE: tl.constexpr):
-    """The expert of the slot-th largest score + bias."""
-    key, _ = choice_keys(logits, bias, E, BE)
-    best = tl.max(key, 0)
-    for _ in range(slot):
-        key = tl.where(key == best, FIRST, key)
-        best = tl.max(key, 0)
-    return BE - 1 - (best & 65535)
 
 
 @triton.jit
@@ -239,16 +226,25 @@ def in_order(y, slot, SLOTS: tl.constexpr):
 
 
 @triton.jit
+def second_expert(
+    w2, expert, slot, rows, SLOTS: tl.constexpr, D: tl.constexpr, I: tl.constexpr, I1: tl.constexpr, I2: tl.constexpr  # noqa: E741
+):
+    """The second part of the chosen experts' rows, or a placeholder."""
+    if I2 > 0:
+        return expert_tile(w2, expert, slot, rows, SLOTS, D, I, I1, I2)
+    else:
+        return slot
+
+
+@triton.jit
 def routed_rows(
-    act, w2, expert, weight, slot, rows, D: tl.constexpr, I: tl.constexpr, I1: tl.constexpr, I2: tl.constexpr,  # noqa: E741
+    act, first, rest, weight, slot, I: tl.constexpr, I1: tl.constexpr, I2: tl.constexpr,  # noqa: E741
     SLOTS: tl.constexpr, DOWN: tl.constexpr, SCALED: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the routed sum, rounded as the recipe names it and widened again."""
-    w = expert_tile(w2, expert, slot, rows, SLOTS, D, I, 0, I1)
-    acc = tl.sum(w.to(tl.float32) * slot_vectors(act, slot, SLOTS, I, 0, I1), 2)
+    """Some rows of the routed sum, from their tiles, rounded as the recipe names it and widened again."""
+    acc = tl.sum(first.to(tl.float32) * slot_vectors(act, slot, SLOTS, I, 0, I1), 2)
     if I2 > 0:
-        w = expert_tile(w2, expert, slot, rows, SLOTS, D, I, I1, I2)
-        acc += tl.sum(w.to(tl.float32) * slot_vectors(act, slot, SLOTS, I, I1, I2), 2)
+        acc += tl.sum(rest.to(tl.float32) * slot_vectors(act, slot, SLOTS, I, I1, I2), 2)
     y = narrow(narrow(acc, DOWN).to(tl.float32) * weight[:, None], SCALED).to(tl.float32)
     return narrow(in_order(y, slot, SLOTS), ROUTED).to(tl.float32)
 
@@ -349,8 +345,9 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, *, eps: float, out_d
 
 @triton.jit
 def _gated_kernel(x, weight, gate, out, eps, D: tl.constexpr, BD: tl.constexpr, OUT: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * D
-    gated(x + at, gate + at, weight, out + at, eps, D, BD, OUT)
+    at, cols = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BD)
+    y, g, w = vector(x + at, D, 0, BD), vector(gate + at, D, 0, BD), vector(weight, D, 0, BD)
+    tl.store(out + at + cols, gated(y, g, w, eps, D, OUT), mask=cols < D)
 
 
 def silu_and_mul(gate: Tensor, up: Tensor, *, silu: torch.dtype, out_dtype: torch.dtype) -> Tensor:
