@@ -19,6 +19,7 @@ from variants.state import State
 BF16, F32 = torch.bfloat16, torch.float32
 AS_IS, NORMED = 0, 1  # as row_fused_triton names what a product reads
 LOWEST = -(2**62)
+SIDE_BY_SIDE = {"project": 4, "router": 4, "up": 3, "down": 3}  # programs that a multiprocessor holds at a time
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Buffers:
     taken: Tensor
     count: Tensor
     made: dict[str, Tensor]
+    processors: int
 
     @classmethod
     def of(cls, config: ModelConfig, state: State, device: str, *, taken: int) -> "Buffers":
@@ -63,6 +65,7 @@ class Buffers:
             config, device, state.max_len, stream=whole(config.hidden_size, BF16),
             logits=whole(config.vocab_size, BF16), token=whole(1), position=whole(1, torch.int32),
             best=whole(1) + LOWEST, taken=whole(taken), count=whole(1), made={},
+            processors=processors(device),
         )  # fmt: skip
 
     @property
@@ -82,9 +85,16 @@ class Buffers:
         return {"PDL": True, "launch_pdl": True} if self.device != "cpu" else {"PDL": False}
 
 
-    def registers(self, most: int) -> dict[str, int]:
-        """On a GPU: no more registers a thread than this, so that more programs run side by side."""
-        return {"maxnreg": most} if self.device != "cpu" else {}
+    def programs(self, kind: str, *blocks: int) -> tuple[int, ...]:
+        """How many programs share each of these numbers of blocks, evenly, no more than run side by side on the device."""
+        rounds = cdiv(sum(blocks), self.processors * SIDE_BY_SIDE[kind])
+        return tuple(cdiv(n, rounds) for n in blocks)
+
+
+def processors(device: str) -> int:
+    """Multiprocessors of a CUDA device; one of any other."""
+    kind = torch.device(device).type
+    return torch.cuda.get_device_properties(device).multi_processor_count if kind == "cuda" else 1
 
 
 def cdiv(a: int, b: int) -> int:
@@ -123,7 +133,7 @@ class Product:
             **row_triton.split(k), "BN": rows, "READ": self.read,
             "RESIDUAL": self.residual, "TOP": self.top, "num_warps": row_triton.WARPS, **buf.overlap,
         }  # fmt: skip
-        return Launch(name, row_fused_triton.project_kernel, (cdiv(n, rows),), operands, constants)
+        return Launch(name, row_fused_triton.project_kernel, buf.programs("project", cdiv(n, rows)), operands, constants)
 
 
 def packed(b: Binder, *names: str) -> Tensor:
@@ -288,15 +298,15 @@ def _router(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> L
     rows, arrived = row_triton.rows_of(c.hidden_size), buf.named("arrived", 1, dtype=torch.int32)
     constants = {
         **row_triton.split(c.hidden_size), "BN": rows, "E": c.num_experts, "BE": block(c.num_experts),
-        "SLOTS": c.experts_per_token, "BS": block(c.experts_per_token),
+        "SLOTS": c.experts_per_token,
         "BEFORE": b.rule("router_weights").algorithm == f"scale_{RouterScale.before.name}",
-        "RENORMALIZE": c.renormalize, "num_warps": row_triton.WARPS, **buf.overlap, **buf.registers(168),
+        "RENORMALIZE": c.renormalize, "num_warps": row_triton.WARPS, **buf.overlap,
     }  # fmt: skip
     operands = (
         buf.stream, norm["norm"], weight, given["logits"], given["x"], bias, given["ids"], given["weights"], arrived,
         len(weight), norm["eps"], c.routed_scaling_factor,
     )  # fmt: skip
-    return Launch("router", row_fused_triton.router_kernel, (cdiv(len(weight), rows),), operands, constants)
+    return Launch("router", row_fused_triton.router_kernel, buf.programs("router", cdiv(len(weight), rows)), operands, constants)
 
 
 def _experts(b: Binder, leaves: tuple[str, ...], site: str) -> Tensor:
@@ -314,10 +324,10 @@ def _up(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> Launc
         "D": d, "K1": parts["K1"], "K2": parts["K2"], "I": inner, "BN": rows, "S": own["K"], "S1": own["K1"],
         "S2": own["K2"], "BD": below, "SLOTS": slots, "num_warps": row_triton.WARPS, **buf.overlap,
     }  # fmt: skip
-    programs = slots * cdiv(inner, rows) + (cdiv(d, below) if shared else 0)
+    first, others = buf.programs("up", cdiv(d, below) if shared else 0, slots * cdiv(inner, rows))
     operands = (given["x"], _experts(b, ("w1", "w3"), "expert_gate_up"), given["act"],
-                given["logits"][c.num_experts :], down, given["shared"], given["ids"])  # fmt: skip
-    return Launch("experts_up", row_fused_triton.experts_up_kernel, (programs,), operands, constants)
+                given["logits"][c.num_experts :], down, given["shared"], given["ids"], first)  # fmt: skip
+    return Launch("experts_up", row_fused_triton.experts_up_kernel, (first + others,), operands, constants)
 
 
 def _down(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> Launch:
@@ -330,7 +340,7 @@ def _down(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> Lau
     }  # fmt: skip
     operands = (given["act"], _experts(b, ("w2",), "expert_down"), given["ids"], given["weights"], given["shared"],
                 buf.stream)  # fmt: skip
-    grid = (cdiv(c.hidden_size, shape["BN"]),)
+    grid = buf.programs("down", cdiv(c.hidden_size, shape["BN"]))
     return Launch("experts_down", row_fused_triton.experts_down_kernel, grid, operands, constants)
 
 

@@ -13,13 +13,16 @@ import triton.language as tl
 from variants.ops.launch_triton import enter, narrow
 from variants.ops.row_triton import (
     absorb_columns,
+    act_parts,
     activated,
     conv_channels,
     dots,
+    expert_parts,
     expert_rows,
     expert_tile,
     keep,
     normed,
+    parts_of,
     routed_rows,
     routing,
     second,
@@ -46,11 +49,7 @@ def _operand(x, norm, eps, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, 
         else:
             return z1, z1
     else:
-        z1 = vector(x, K, 0, K1)
-        if K2 > 0:
-            return z1, vector(x, K, K1, K2)
-        else:
-            return z1, z1
+        return parts_of(x, K, K1, K2)
 
 
 @triton.jit
@@ -71,28 +70,34 @@ def project_kernel(
     x, norm, weight, out, stream, best, n, eps, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     BN: tl.constexpr, READ: tl.constexpr, RESIDUAL: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A product with what it reads made on the way in.
+    """A product with what it reads made on the way in; a program takes every so many blocks of BN rows.
 
-    RESIDUAL: the product is added to the stream instead of stored. TOP: the largest
-    result and its row are kept in `best`.
+    The next block is under way while one is summed. RESIDUAL: the product is added to the stream instead of stored.
+    TOP: the largest result and its row are kept in `best`.
     """
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    ok = rows < n
-    w1, w2 = tile(weight, rows, ok, K, 0, K1), second(weight, rows, ok, K, K1, K2)
+    pid, step = tl.program_id(0), tl.num_programs(0)
+    rows = pid * BN + tl.arange(0, BN)
+    w1, w2 = tile(weight, rows, rows < n, K, 0, K1), second(weight, rows, rows < n, K, K1, K2)
+    top = tl.full([BN], LOWEST, tl.int64)
     enter(PDL)
     x1, x2 = _operand(x, norm, eps, K, K1, K2, READ)
-    y = narrow(dots(w1, w2, x1, x2, K2), BF16)
-    if RESIDUAL:
-        y = narrow(tl.load(stream + rows, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32), BF16)
-        tl.store(stream + rows, y, mask=ok)
-    else:
-        tl.store(out + rows, y, mask=ok)
+    for block in range(pid, tl.cdiv(n, BN), step):
+        after, ok = (block + step) * BN + tl.arange(0, BN), rows < n
+        n1, n2 = tile(weight, after, after < n, K, 0, K1), second(weight, after, after < n, K, K1, K2)
+        y = narrow(dots(w1, w2, x1, x2, K2), BF16)
+        if RESIDUAL:
+            y = narrow(tl.load(stream + rows, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32), BF16)
+            tl.store(stream + rows, y, mask=ok)
+        else:
+            tl.store(out + rows, y, mask=ok)
+        if TOP:
+            bits = y.to(tl.float32).to(tl.int32, bitcast=True)
+            bits = tl.where(bits == -2147483648, 0, bits)  # minus zero is zero
+            order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+            top = tl.maximum(top, tl.where(ok, order * 4294967296 + (LAST_ID - rows), LOWEST))
+        rows, w1, w2 = after, n1, n2
     if TOP:
-        bits = y.to(tl.float32).to(tl.int32, bitcast=True)
-        bits = tl.where(bits == -2147483648, 0, bits)  # minus zero is zero
-        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-        key = tl.where(ok, order * 4294967296 + (LAST_ID - rows), LOWEST)
-        tl.atomic_max(best, tl.max(key, 0), sem="relaxed")
+        tl.atomic_max(best, tl.max(top, 0), sem="relaxed")
 
 
 @triton.jit
@@ -138,44 +143,64 @@ def latent_kernel(
 def router_kernel(
     x, norm, weight, out, kept, bias, ids, weights, arrived, n, eps, factor,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
-    SLOTS: tl.constexpr, BS: tl.constexpr, BEFORE: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    SLOTS: tl.constexpr, BEFORE: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Router logits beside the shared expert's gate and up; the last program of the router's rows chooses.
+    """Router logits beside the shared expert's gate and up; who ends the last of the router's blocks chooses.
 
-    `arrived` counts those programs, and is zero again when the launch is over. The normed stream is stored too.
+    `arrived` counts those blocks, and is zero again when the launch is over. The normed stream is stored too.
     """
-    pid = tl.program_id(0)
+    pid, step = tl.program_id(0), tl.num_programs(0)
     rows = pid * BN + tl.arange(0, BN)
-    ok = rows < n
-    w1, w2 = tile(weight, rows, ok, K, 0, K1), second(weight, rows, ok, K, K1, K2)
+    w1, w2 = tile(weight, rows, rows < n, K, 0, K1), second(weight, rows, rows < n, K, K1, K2)
     enter(PDL)
     x1, x2 = _operand(x, norm, eps, K, K1, K2, NORMED)
-    if pid == 0:
+    if pid == step - 1:
         keep(kept, x1, x2, K, K1, K2, BF16)
-    tl.store(out + rows, narrow(dots(w1, w2, x1, x2, K2), BF16), mask=ok)
-    if pid * BN < E:
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived, 1, sem="acq_rel")
-        if before == tl.cdiv(E, BN) - 1:
-            routing(out, bias, ids, weights, factor, E, BE, SLOTS, BS, BEFORE, RENORMALIZE)
-            tl.store(arrived, 0)
+    for block in range(pid, tl.cdiv(n, BN), step):
+        after = (block + step) * BN + tl.arange(0, BN)
+        n1, n2 = tile(weight, after, after < n, K, 0, K1), second(weight, after, after < n, K, K1, K2)
+        tl.store(out + rows, narrow(dots(w1, w2, x1, x2, K2), BF16), mask=rows < n)
+        if block * BN < E:
+            tl.debug_barrier()
+            before = tl.atomic_add(arrived, 1, sem="acq_rel")
+            if before == tl.cdiv(E, BN) - 1:
+                routing(out, bias, ids, weights, factor, E, BE, SLOTS, BEFORE, RENORMALIZE)
+                tl.store(arrived, 0)
+        rows, w1, w2 = after, n1, n2
 
 
 @triton.jit
 def experts_up_kernel(
-    x, w13, act, raw, shared_w, shared, ids, D: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, I: tl.constexpr,  # noqa: E741
-    BN: tl.constexpr, S: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, BD: tl.constexpr, SLOTS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w13, act, raw, shared_w, shared, ids, first, D: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    I: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, BD: tl.constexpr,  # noqa: E741
+    SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up of the chosen experts; the shared expert's down projection."""
+    """The shared expert's down projection in the first programs; gate and up of the chosen experts in the others."""
     pid, blocks = tl.program_id(0), tl.cdiv(I, BN)
-    if pid < SLOTS * blocks:
+    if pid < first:
+        below = pid * BD + tl.arange(0, BD)
+        v1, v2 = tile(shared_w, below, below < D, S, 0, S1), second(shared_w, below, below < D, S, S1, S2)
         enter(PDL)
-        slot, rows = pid // blocks, (pid % blocks) * BN + tl.arange(0, BN)
-        expert_rows(x, w13, act, tl.load(ids + slot), slot, rows, D, K1, K2, I, BF16, BF16, BF16)
+        s1, s2 = _operand(raw, raw, 0.0, S, S1, S2, ACTIVATED)
+        for block in range(pid, tl.cdiv(D, BD), first):
+            next_ = (block + first) * BD + tl.arange(0, BD)
+            n1, n2 = tile(shared_w, next_, next_ < D, S, 0, S1), second(shared_w, next_, next_ < D, S, S1, S2)
+            tl.store(shared + below, narrow(dots(v1, v2, s1, s2, S2), BF16), mask=below < D)
+            below, v1, v2 = next_, n1, n2
     else:
-        below = (pid - SLOTS * blocks) * BD + tl.arange(0, BD)
-        _rows(raw, shared_w, shared_w, shared, below, D, 0.0, S, S1, S2, ACTIVATED, PDL)
+        enter(PDL)
+        at, step = pid - first, tl.num_programs(0) - first
+        slot, rows = at // blocks, (at % blocks) * BN + tl.arange(0, BN)
+        g1, g2, u1, u2 = expert_parts(w13, tl.load(ids + slot), rows, D, K1, K2, I)
+        x1, x2 = parts_of(x, D, K1, K2)
+        for block in range(at, SLOTS * blocks, step):
+            after = block + step
+            there = after < SLOTS * blocks
+            slot2 = tl.where(there, after // blocks, 0)
+            rows2 = tl.where(there, (after % blocks) * BN, I) + tl.arange(0, BN)  # none where there is no block
+            h1, h2, v1, v2 = expert_parts(w13, tl.load(ids + slot2), rows2, D, K1, K2, I)
+            expert_rows(act, (g1, g2, u1, u2), x1, x2, slot, rows, K2, I, BF16, BF16, BF16)
+            slot, rows, g1, g2, u1, u2 = slot2, rows2, h1, h2, v1, v2
 
 
 @triton.jit
@@ -189,18 +214,24 @@ def experts_down_kernel(
     The choice was made by the launch before the last, which is over when this one begins: the chosen rows are under way
     before the wait.
     """
-    rows, slot = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BS)
-    ok = rows < D
+    pid, step, slot = tl.program_id(0), tl.num_programs(0), tl.arange(0, BS)
+    rows = pid * BN + tl.arange(0, BN)
     expert = tl.load(ids + slot, mask=slot < SLOTS, other=0, cache_modifier=".cg")
+    weight = tl.load(weights + slot, mask=slot < SLOTS, other=0.0, cache_modifier=".cg")
     first = expert_tile(w2, expert, slot, rows, SLOTS, D, I, 0, I1)
     rest = second_expert(w2, expert, slot, rows, SLOTS, D, I, I1, I2)
     enter(PDL)
-    weight = tl.load(weights + slot, mask=slot < SLOTS, other=0.0)
-    y = routed_rows(act, first, rest, weight, slot, I, I1, I2, SLOTS, DOWN, SCALED, BF16)
-    if SHARED:
-        y = narrow(y + tl.load(shared + rows, mask=ok, other=0.0).to(tl.float32), BF16).to(tl.float32)
-    y = tl.load(stream + rows, mask=ok, other=0.0).to(tl.float32) + y
-    tl.store(stream + rows, narrow(y, BF16), mask=ok)
+    a1, a2 = act_parts(act, slot, SLOTS, I, I1, I2)
+    for block in range(pid, tl.cdiv(D, BN), step):
+        after, ok = (block + step) * BN + tl.arange(0, BN), rows < D
+        first2 = expert_tile(w2, expert, slot, after, SLOTS, D, I, 0, I1)
+        rest2 = second_expert(w2, expert, slot, after, SLOTS, D, I, I1, I2)
+        before = tl.load(stream + rows, mask=ok, other=0.0).to(tl.float32)
+        y = routed_rows(a1, a2, first, rest, weight, slot, I2, SLOTS, DOWN, SCALED, BF16)
+        if SHARED:
+            y = narrow(y + tl.load(shared + rows, mask=ok, other=0.0).to(tl.float32), BF16).to(tl.float32)
+        tl.store(stream + rows, narrow(before + y, BF16), mask=ok)
+        rows, first, rest = after, first2, rest2
 
 
 @triton.jit

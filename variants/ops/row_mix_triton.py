@@ -18,10 +18,13 @@ from variants.ops.row_triton import (
     WARPS,
     absorb_columns,
     conv_channels,
+    act_parts,
+    expert_parts,
     expert_rows,
     expert_tile,
     gated,
     gemv_per_head,
+    parts_of,
     routed_rows,
     routing,
     second_expert,
@@ -31,7 +34,7 @@ from variants.ops.row_triton import (
 
 MAX_EXPERTS = 65536
 UP_TILE = 8192  # values of gate and up of a chosen expert that a program holds
-SLOT_TILE = 16384  # values of all chosen experts' down projections that a program holds
+SLOT_TILE = 8192  # values of all chosen experts' down projections that a program holds
 DOWN_WARPS = 4
 
 
@@ -151,19 +154,18 @@ def route(
     ids = torch.empty(n, k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(n, k, dtype=torch.float32, device=logits.device)
     _route_kernel[(n,)](
-        logits.contiguous(), bias, ids, weights, factor, E=experts, BE=block(experts), SLOTS=k, BS=block(k),
-        BEFORE=before, RENORMALIZE=renormalize, num_warps=WARPS,
+        logits.contiguous(), bias, ids, weights, factor, E=experts, BE=block(experts), SLOTS=k, BEFORE=before, RENORMALIZE=renormalize, num_warps=WARPS,
     )  # fmt: skip
     return ids, weights
 
 
 @triton.jit
 def _route_kernel(
-    logits, bias, ids, weights, factor, E: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr, BS: tl.constexpr,
+    logits, bias, ids, weights, factor, E: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr,
     BEFORE: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    routing(logits + n * E, bias, ids + n * SLOTS, weights + n * SLOTS, factor, E, BE, SLOTS, BS, BEFORE, RENORMALIZE)
+    routing(logits + n * E, bias, ids + n * SLOTS, weights + n * SLOTS, factor, E, BE, SLOTS, BEFORE, RENORMALIZE)
 
 
 def up_rows(d: int) -> int:
@@ -216,7 +218,9 @@ def _up_kernel(
     GATE_UP: tl.constexpr, SILU: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
     slot, rows = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
-    expert_rows(x, w13, act, tl.load(ids + slot), slot, rows, D, K1, K2, I, GATE_UP, SILU, ACT)
+    parts = expert_parts(w13, tl.load(ids + slot), rows, D, K1, K2, I)
+    x1, x2 = parts_of(x, D, K1, K2)
+    expert_rows(act, parts, x1, x2, slot, rows, K2, I, GATE_UP, SILU, ACT)
 
 
 @triton.jit
@@ -230,5 +234,6 @@ def _down_kernel(
     weight = tl.load(weights + slot, mask=slot < SLOTS, other=0.0)
     first = expert_tile(w2, expert, slot, rows, SLOTS, D, I, 0, I1)
     rest = second_expert(w2, expert, slot, rows, SLOTS, D, I, I1, I2)
-    y = routed_rows(act, first, rest, weight, slot, I, I1, I2, SLOTS, DOWN, SCALED, ROUTED)
+    a1, a2 = act_parts(act, slot, SLOTS, I, I1, I2)
+    y = routed_rows(a1, a2, first, rest, weight, slot, I2, SLOTS, DOWN, SCALED, ROUTED)
     tl.store(out + rows, narrow(y, ROUTED), mask=rows < D)

@@ -17,11 +17,11 @@ from variants.errors import UsageError
 from variants.ops.launch_triton import block, enter, expect, format_of, narrow, require, sigmoid
 
 WARPS = 4  # of every launch but the delta rule's
-DELTA_WARPS = 8
-TILES = {2048: 16384, 4096: 8192}  # values of a weight that a program holds, by the first width of its rows
-TILE = 8192  # of all other widths
+DELTA_WARPS = 4
+TILE = 8192  # values of a weight that a program holds
 CHANNELS = 256  # of the convolution, or values of an elementwise launch, a program
 LATENT_COLUMNS = 64  # of the latent that a program of `absorb` makes
+COPIES = tl.constexpr(4)  # of what every warp computes for itself
 FIRST = tl.constexpr(-(2**62))  # under every key of `choice_keys` and `top_key`
 
 
@@ -33,8 +33,7 @@ def split(k: int) -> dict[str, int]:
 
 def rows_of(k: int) -> int:
     """Rows of a weight that a program takes, for rows of k values."""
-    width = split(k)["K1"]
-    return max(1, TILES.get(width, TILE) // width)
+    return max(1, TILE // split(k)["K1"])
 
 
 @triton.jit
@@ -53,6 +52,16 @@ def vector(x, K: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
     """Values START.. of a vector of K, as float32, zero past its end."""
     cols = START + tl.arange(0, WIDTH)
     return tl.load(x + cols, mask=cols < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def parts_of(x, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr):
+    """A vector in its two parts."""
+    z1 = vector(x, K, 0, K1)
+    if K2 > 0:
+        return z1, vector(x, K, K1, K2)
+    else:
+        return z1, z1
 
 
 @triton.jit
@@ -80,20 +89,14 @@ def second(w, rows, ok, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr):
 
 
 @triton.jit
-def squares(y):
-    """The sum of squares in float64, whose order is lost in the rounding to float32 that follows it."""
-    return tl.sum((y * y).to(tl.float64), 0)
-
-
-@triton.jit
 def normed(x, weight, eps, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, OUT: tl.constexpr):
     """RMSNorm of a vector in two parts, float32 throughout, rounded once to OUT and widened again."""
     y1, w1 = vector(x, K, 0, K1), vector(weight, K, 0, K1)
-    square = squares(y1)
+    square = tl.sum(y1 * y1, 0)
     if K2 > 0:
         y2, w2 = vector(x, K, K1, K2), vector(weight, K, K1, K2)
-        square += squares(y2)
-    rstd = tl.rsqrt(square.to(tl.float32) / K + eps)
+        square += tl.sum(y2 * y2, 0)
+    rstd = tl.rsqrt(square / K + eps)
     z1 = narrow(y1 * rstd * w1, OUT).to(tl.float32)
     if K2 > 0:
         return z1, narrow(y2 * rstd * w2, OUT).to(tl.float32)
@@ -134,68 +137,79 @@ def conv_channels(raw, state, weight, out, c, ok, C: tl.constexpr, W: tl.constex
 
 @triton.jit
 def gated(y, gate, weight, eps, D: tl.constexpr, OUT: tl.constexpr):
-    """weight * norm(y) * sigmoid(gate) of one head, rounded once; float32 in, zero past the head's end."""
-    y = y * tl.rsqrt(squares(y).to(tl.float32) / D + eps)
+    """weight * norm(y) * sigmoid(gate) of one head, rounded once; float32 in, zero past the head's end.
+
+    The squares are summed in float64, so that the order, which follows where y comes from, is lost in the rounding.
+    """
+    square = tl.sum((y * y).to(tl.float64), 0).to(tl.float32)
+    y = y * tl.rsqrt(square / D + eps)
     return narrow(y * weight * sigmoid(gate), OUT)
 
 
 @triton.jit
 def choice_keys(logits, bias, E: tl.constexpr, BE: tl.constexpr):
-    """Scores of the experts, and integers in the order of score + bias, of equal ones the lowest id first.
+    """Integers in the order of score + bias, of equal ones the lowest id first: [COPIES, BE], all rows alike.
 
     The logits may have been stored by other programs of this launch, so they are read past the first cache.
     """
-    at = tl.arange(0, BE)
+    at = tl.arange(0, BE)[None, :] + tl.zeros([COPIES, 1], tl.int32)
     score = sigmoid(tl.load(logits + at, mask=at < E, other=0.0, cache_modifier=".cg").to(tl.float32))
     bits = (score + tl.load(bias + at, mask=at < E, other=0.0).to(tl.float32)).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    return tl.where(at < E, order * 65536 + (BE - 1 - at), FIRST), score
+    return tl.where(at < E, order * 65536 + (BE - 1 - at), FIRST)
 
 
 @triton.jit
 def routing(
-    logits, bias, ids, weights, factor, E: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr, BS: tl.constexpr,
+    logits, bias, ids, weights, factor, E: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr,
     BEFORE: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Ids and float32 weights of all slots of one token."""
-    key, score = choice_keys(logits, bias, E, BE)
-    at, slot = tl.arange(0, BE), tl.arange(0, BS)
-    chosen, total = tl.zeros([BS], tl.float32), 0.0
+    """Ids and float32 weights of all slots of one token.
+
+    Every warp does all of it, on a row of its own, so that no step waits for another warp; all store the same.
+    """
+    same = tl.zeros([COPIES], tl.int32)
+    key = choice_keys(logits, bias, E, BE)
+    total, found = tl.zeros([COPIES], tl.float32), ()
     for j in tl.static_range(SLOTS):
-        best = tl.max(key, 0)
-        key = tl.where(key == best, FIRST, key)
+        best = tl.max(key, 1)
+        key = tl.where(key == best[:, None], FIRST, key)
         expert = BE - 1 - (best & 65535)
-        one = tl.sum(tl.where(at == expert, score, 0.0), 0)
-        total += one
-        chosen = tl.where(slot == j, one, chosen)
-        tl.store(ids + j, expert)
-    if BEFORE:
-        chosen = chosen * factor
-    if RENORMALIZE:
-        chosen = chosen / (total + 1e-20)
-    if not BEFORE:
-        chosen = chosen * factor
-    tl.store(weights + slot, chosen, mask=slot < SLOTS)
+        score = sigmoid(tl.load(logits + expert, cache_modifier=".cg").to(tl.float32))
+        total += score
+        found = found + (score,)
+        tl.store(ids + j + same, expert)
+    for j in tl.static_range(SLOTS):
+        chosen = found[j]
+        if BEFORE:
+            chosen = chosen * factor
+        if RENORMALIZE:
+            chosen = chosen / (total + 1e-20)
+        if not BEFORE:
+            chosen = chosen * factor
+        tl.store(weights + j + same, chosen)
+
+
+@triton.jit
+def expert_parts(
+    w13, expert, rows, D: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, I: tl.constexpr  # noqa: E741
+):
+    """Tiles of some rows of one expert's gate, then of its up."""
+    ok, base = rows < I, w13 + expert.to(tl.int64) * 2 * I * D
+    g1, g2 = tile(base, rows, ok, D, 0, K1), second(base, rows, ok, D, K1, K2)
+    base += I * D
+    return g1, g2, tile(base, rows, ok, D, 0, K1), second(base, rows, ok, D, K1, K2)
 
 
 @triton.jit
 def expert_rows(
-    x, w13, act, expert, slot, rows, D: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, I: tl.constexpr,  # noqa: E741
+    act, parts, x1, x2, slot, rows, K2: tl.constexpr, I: tl.constexpr,  # noqa: E741
     GATE_UP: tl.constexpr, SILU: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one chosen expert's gate and up, and their SwiGLU."""
-    ok = rows < I
-    base = w13 + expert.to(tl.int64) * 2 * I * D
-    g1, g2 = tile(base, rows, ok, D, 0, K1), second(base, rows, ok, D, K1, K2)
-    base += I * D
-    u1, u2 = tile(base, rows, ok, D, 0, K1), second(base, rows, ok, D, K1, K2)
-    x1 = vector(x, D, 0, K1)
-    x2 = x1
-    if K2 > 0:
-        x2 = vector(x, D, K1, K2)
-    gate = narrow(dots(g1, g2, x1, x2, K2), GATE_UP).to(tl.float32)
-    up = narrow(dots(u1, u2, x1, x2, K2), GATE_UP).to(tl.float32)
-    tl.store(act + slot * I + rows, narrow(activated(gate, up, SILU, ACT), ACT), mask=ok)
+    """The SwiGLU of those rows, stored for their slot."""
+    gate = narrow(dots(parts[0], parts[1], x1, x2, K2), GATE_UP).to(tl.float32)
+    up = narrow(dots(parts[2], parts[3], x1, x2, K2), GATE_UP).to(tl.float32)
+    tl.store(act + slot * I + rows, narrow(activated(gate, up, SILU, ACT), ACT), mask=rows < I)
 
 
 @triton.jit
@@ -237,14 +251,24 @@ def second_expert(
 
 
 @triton.jit
+def act_parts(act, slot, SLOTS: tl.constexpr, I: tl.constexpr, I1: tl.constexpr, I2: tl.constexpr):  # noqa: E741
+    """The activations of all slots in two parts."""
+    a1 = slot_vectors(act, slot, SLOTS, I, 0, I1)
+    if I2 > 0:
+        return a1, slot_vectors(act, slot, SLOTS, I, I1, I2)
+    else:
+        return a1, a1
+
+
+@triton.jit
 def routed_rows(
-    act, first, rest, weight, slot, I: tl.constexpr, I1: tl.constexpr, I2: tl.constexpr,  # noqa: E741
-    SLOTS: tl.constexpr, DOWN: tl.constexpr, SCALED: tl.constexpr, ROUTED: tl.constexpr,
+    a1, a2, first, rest, weight, slot, I2: tl.constexpr, SLOTS: tl.constexpr, DOWN: tl.constexpr,
+    SCALED: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
     """Some rows of the routed sum, from their tiles, rounded as the recipe names it and widened again."""
-    acc = tl.sum(first.to(tl.float32) * slot_vectors(act, slot, SLOTS, I, 0, I1), 2)
+    acc = tl.sum(first.to(tl.float32) * a1, 2)
     if I2 > 0:
-        acc += tl.sum(rest.to(tl.float32) * slot_vectors(act, slot, SLOTS, I, I1, I2), 2)
+        acc += tl.sum(rest.to(tl.float32) * a2, 2)
     y = narrow(narrow(acc, DOWN).to(tl.float32) * weight[:, None], SCALED).to(tl.float32)
     return narrow(in_order(y, slot, SLOTS), ROUTED).to(tl.float32)
 
@@ -301,10 +325,7 @@ def gemv_kernel(
     weight, x, ok = weight + head * w_step, x + head * x_step, rows < n
     w1, w2 = tile(weight, rows, ok, K, 0, K1), second(weight, rows, ok, K, K1, K2)
     enter(PDL)
-    x1 = vector(x, K, 0, K1)
-    x2 = x1
-    if K2 > 0:
-        x2 = vector(x, K, K1, K2)
+    x1, x2 = parts_of(x, K, K1, K2)
     tl.store(out + head * out_step + rows, narrow(dots(w1, w2, x1, x2, K2), OUT), mask=ok)
 
 
