@@ -1,7 +1,7 @@
 """Times of a fused decode step on a GPU: device events around replays, each kind of launch alone, and ceilings.
 
-Host clocks are in no figure. Every time is beside a floor: the bytes that must move, from the config, over the bandwidth
-that a large copy or read reached in the same run.
+Host clocks are in no figure. Every time is beside a floor: the bytes that must move, from the config, over the rate of
+a large read in the same run.
 """
 
 from collections.abc import Callable, Sequence
@@ -139,7 +139,7 @@ def bytes_a_token(c: ModelConfig, context: int) -> int:
     """Bytes that one decode step must move, over all layers."""
     one = bytes_by_kind(c, context)
     kinds = {kind: [i for i, x in enumerate(c.layer_kinds) if x is kind] for kind in LayerKind}
-    counts: dict[str, int] = {name: 1 for name in ("embed", "lm_head", "final_norm", "finish")}
+    counts: dict[str, int] = dict.fromkeys(("embed", "lm_head", "final_norm", "finish"), 1)
     for name in one:
         prefix = name.split("_")[0]
         if prefix in ("kda", "mla"):

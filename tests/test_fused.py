@@ -57,10 +57,10 @@ def decoded(model: Model, *, position: int = 19) -> tuple[Tensor, State]:
 def test_a_fused_step_has_the_bits_of_its_launches_one_by_one(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits and everything carried, over several steps, in a slot that is not the first; programs take blocks in turn."""
-    monkeypatch.setattr(row_triton, "TILE", 64)
+    """Logits and everything carried, in a slot that is not the first; programs take small tiles in turn."""
+    monkeypatch.setattr(row_triton, "TILE", 128)
     monkeypatch.setattr(row_mix_triton, "UP_TILE", 64)
-    monkeypatch.setattr(row_mix_triton, "SLOT_TILE", 128)
+    monkeypatch.setattr(row_mix_triton, "SLOT_TILE", 64)
     made = casts(config)
     (plain, before), (fused, after) = (decoded(build(variant(fused=f), made)) for f in (False, True))
     assert torch.equal(plain, fused)

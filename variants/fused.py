@@ -1,7 +1,7 @@
 """One decode step of one sequence as a list of launches over static buffers, the same bits as the plain path.
 
-Built for a model, a state and a slot: every address is fixed, the token and its position are on the device, and the next
-token is chosen there, so the whole list can be replayed as one graph (`variants.graph`) without the host.
+Built for a model, a state and a slot: every address is fixed, the token and its position are on the device, and the
+next token is chosen there, so the whole list can be replayed as one graph (`variants.graph`) without the host.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from variants.axes import Graph
 from variants.binding import Binder
-from variants.fused_layers import Buffers, Launch, dense, head, kda, mixture, mla, starting
+from variants.fused_experts import mixture
+from variants.fused_layers import Buffers, Launch, dense, head, kda, mla, starting
 from variants.model_config import LayerKind
 from variants.state import State
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from variants.axes import RouterScale
-from variants.bind_row import expert_rounding
 from variants.binding import Binder
 from variants.dtypes import DType
 from variants.model_config import ModelConfig
@@ -19,7 +17,8 @@ from variants.state import State
 BF16, F32 = torch.bfloat16, torch.float32
 AS_IS, NORMED = 0, 1  # as row_fused_triton names what a product reads
 LOWEST = -(2**62)
-SIDE_BY_SIDE = {"project": 4, "router": 4, "up": 3, "down": 3}  # programs that a multiprocessor holds at a time
+# programs of a launch that share a multiprocessor; "router": one for each of its blocks
+SIDE_BY_SIDE = {"project": 4, "router": 64, "up": 2, "down": 2}
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,8 @@ class Buffers:
         """On a GPU a launch may begin beside the end of the one before it, which it waits for inside."""
         return {"PDL": True, "launch_pdl": True} if self.device != "cpu" else {"PDL": False}
 
-
     def programs(self, kind: str, *blocks: int) -> tuple[int, ...]:
-        """How many programs share each of these numbers of blocks, evenly, no more than run side by side on the device."""
+        """How many programs share each of these numbers of blocks, evenly: no more than run side by side."""
         rounds = cdiv(sum(blocks), self.processors * SIDE_BY_SIDE[kind])
         return tuple(cdiv(n, rounds) for n in blocks)
 
@@ -133,7 +131,9 @@ class Product:
             **row_triton.split(k), "BN": rows, "READ": self.read,
             "RESIDUAL": self.residual, "TOP": self.top, "num_warps": row_triton.WARPS, **buf.overlap,
         }  # fmt: skip
-        return Launch(name, row_fused_triton.project_kernel, buf.programs("project", cdiv(n, rows)), operands, constants)
+        return Launch(
+            name, row_fused_triton.project_kernel, buf.programs("project", cdiv(n, rows)), operands, constants
+        )
 
 
 def packed(b: Binder, *names: str) -> Tensor:
@@ -142,7 +142,8 @@ def packed(b: Binder, *names: str) -> Tensor:
     return b.weights.cat(full, DType.bf16, operand=DType.bf16)
 
 
-def _norm(b: Binder, name: str, site: str) -> dict[str, Any]:
+def normed(b: Binder, name: str, site: str) -> dict[str, Any]:
+    """What makes a product read the norm of its operand."""
     weight = b.weights.get(f"model.layers.{b.layer}.{name}.weight", b.rule(site).accum)
     return {"read": NORMED, "norm": weight, "eps": b.config.rms_norm_eps}
 
@@ -154,7 +155,7 @@ def kda(b: Binder, buf: Buffers, state: State, slot: int) -> list[Launch]:
     channels, wide = heads * (2 * k + v), heads * v
     weight = packed(b, *(f"{name}.{x}_proj" for x in ("q", "k", "v", "f_a", "g_a", "b")))
     proj, mixed = buf.named("proj", len(weight)), buf.named("mixed", channels)
-    first = Product(x=buf.stream, weight=weight, out=proj, **_norm(b, "input_layernorm", "input_norm"))
+    first = Product(x=buf.stream, weight=weight, out=proj, **normed(b, "input_layernorm", "input_norm"))
     f, g = buf.named("f", heads * k), buf.named("g", wide)
     o = buf.named("o", wide)
     last = Product(x=o, weight=packed(b, f"{name}.o_proj"), residual=True)
@@ -202,7 +203,7 @@ def mla(b: Binder, buf: Buffers, state: State, slot: int) -> list[Launch]:
     width = heads * c.qk_head_dim
     weight = packed(b, "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa")
     proj, q_latent = buf.named("proj", len(weight)), buf.named("q_latent", heads * rank)
-    first = Product(x=buf.stream, weight=weight, out=proj, **_norm(b, "input_layernorm", "input_norm"))
+    first = Product(x=buf.stream, weight=weight, out=proj, **normed(b, "input_layernorm", "input_norm"))
     both = b.parameter("self_attn.kv_b_proj.weight", "q_latent").view(heads, -1, rank)
     w_k, w_v = both.split([c.qk_nope_head_dim, c.v_head_dim], 1)
     cache = state.latent[b.layer]
@@ -245,8 +246,9 @@ def _runs(b: Binder, buf: Buffers, given: tuple[Tensor, ...], slot: int) -> list
     lse = buf.named("lse", heads * splits, dtype=F32)
     shared = {"R": rank, "SPLITS": splits, "BASE2": False}
     constants = {
-        **shared, "BR": block(rank), "PAGE": cache.shape[1], "H": heads, "P": c.qk_rope_head_dim, "BH": mla_triton.HEADS,
-        "BP": block(c.qk_rope_head_dim), "BN": sizes["tile_k"], "WHOLE": True, "QP": c.qk_head_dim,
+        **shared, "BR": block(rank), "PAGE": cache.shape[1], "H": heads, "P": c.qk_rope_head_dim,
+        "BH": mla_triton.HEADS, "BP": block(c.qk_rope_head_dim), "BN": sizes["tile_k"], "WHOLE": True,
+        "QP": c.qk_head_dim,
         "PROBS": format_of(F32 if probs is None else probs.torch), "PRECISION": "ieee",
         **mla_triton.RUN_LAUNCH, **buf.overlap,
     }  # fmt: skip
@@ -256,7 +258,9 @@ def _runs(b: Binder, buf: Buffers, given: tuple[Tensor, ...], slot: int) -> list
              **buf.overlap}  # fmt: skip
     return [
         Launch("mla_runs", mla_triton.run_kernel, grid, operands, constants),
-        Launch("mla_merge", mla_triton.merge_kernel, (heads, cdiv(rank, mla_triton.MERGED)), (runs, lse, o_latent), merge),
+        Launch(
+            "mla_merge", mla_triton.merge_kernel, (heads, cdiv(rank, mla_triton.MERGED)), (runs, lse, o_latent), merge
+        ),
     ]
 
 
@@ -264,7 +268,7 @@ def dense(b: Binder, buf: Buffers) -> list[Launch]:
     """Gate and up; their activation; down into the stream."""
     weight = packed(b, "mlp.gate_proj", "mlp.up_proj")
     raw = buf.named("dense", len(weight))
-    norm = _norm(b, "post_attention_layernorm", "post_attn_norm")
+    norm = normed(b, "post_attention_layernorm", "post_attn_norm")
     first = Product(x=buf.stream, weight=weight, out=raw, **norm)
     inner, act = b.config.intermediate_size, buf.named("dense_act", b.config.intermediate_size)
     constants = {"B": row_triton.CHANNELS, "num_warps": row_triton.WARPS, **buf.overlap}
@@ -272,76 +276,6 @@ def dense(b: Binder, buf: Buffers) -> list[Launch]:
     activate = Launch("dense_act", row_fused_triton.act_kernel, grid, (raw, act, inner), constants)
     last = Product(x=act, weight=packed(b, "mlp.down_proj"), residual=True)
     return [first.launch("dense_up", buf), activate, last.launch("dense_down", buf)]
-
-
-def mixture(b: Binder, buf: Buffers) -> list[Launch]:
-    """Router and choice beside the shared expert's gate and up; the chosen experts'; their down into the stream."""
-    c, name = b.config, "block_sparse_moe"
-    shared = c.num_shared_experts * c.moe_intermediate_size
-    logits = buf.named("router", c.num_experts + 2 * shared)
-    given = {
-        "x": buf.named("x", c.hidden_size),
-        "logits": logits,
-        "act": buf.named("act", c.experts_per_token * c.moe_intermediate_size),
-        "shared": buf.named("shared", c.hidden_size),
-        "ids": buf.named("ids", c.experts_per_token, dtype=torch.int64),
-        "weights": buf.named("weights", c.experts_per_token, dtype=F32),
-    }
-    return [_router(b, buf, given, shared), _up(b, buf, given, shared), _down(b, buf, given, shared)]
-
-
-def _router(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> Launch:
-    c, name = b.config, "block_sparse_moe"
-    weight = packed(b, f"{name}.gate", *(f"{name}.shared_experts.{x}_proj" for x in ("gate", "up") if shared))
-    bias = b.parameter(f"{name}.gate.e_score_correction_bias", "router_scores")
-    norm = _norm(b, "post_attention_layernorm", "post_attn_norm")
-    rows, arrived = row_triton.rows_of(c.hidden_size), buf.named("arrived", 1, dtype=torch.int32)
-    constants = {
-        **row_triton.split(c.hidden_size), "BN": rows, "E": c.num_experts, "BE": block(c.num_experts),
-        "SLOTS": c.experts_per_token,
-        "BEFORE": b.rule("router_weights").algorithm == f"scale_{RouterScale.before.name}",
-        "RENORMALIZE": c.renormalize, "num_warps": row_triton.WARPS, **buf.overlap,
-    }  # fmt: skip
-    operands = (
-        buf.stream, norm["norm"], weight, given["logits"], given["x"], bias, given["ids"], given["weights"], arrived,
-        len(weight), norm["eps"], c.routed_scaling_factor,
-    )  # fmt: skip
-    return Launch("router", row_fused_triton.router_kernel, buf.programs("router", cdiv(len(weight), rows)), operands, constants)
-
-
-def _experts(b: Binder, leaves: tuple[str, ...], site: str) -> Tensor:
-    prefix = f"model.layers.{b.layer}.block_sparse_moe"
-    return b.weights.experts(prefix, leaves, b.config.num_experts, b.held(site), operand=b.rule(site).input)
-
-
-def _up(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> Launch:
-    c = b.config
-    d, inner, slots = c.hidden_size, c.moe_intermediate_size, c.experts_per_token
-    down = packed(b, "block_sparse_moe.shared_experts.down_proj") if shared else given["shared"]
-    parts, own, rows = row_triton.split(d), row_triton.split(max(shared, 1)), row_mix_triton.up_rows(d)
-    below = row_triton.rows_of(max(shared, 1))
-    constants = {
-        "D": d, "K1": parts["K1"], "K2": parts["K2"], "I": inner, "BN": rows, "S": own["K"], "S1": own["K1"],
-        "S2": own["K2"], "BD": below, "SLOTS": slots, "num_warps": row_triton.WARPS, **buf.overlap,
-    }  # fmt: skip
-    first, others = buf.programs("up", cdiv(d, below) if shared else 0, slots * cdiv(inner, rows))
-    operands = (given["x"], _experts(b, ("w1", "w3"), "expert_gate_up"), given["act"],
-                given["logits"][c.num_experts :], down, given["shared"], given["ids"], first)  # fmt: skip
-    return Launch("experts_up", row_fused_triton.experts_up_kernel, (first + others,), operands, constants)
-
-
-def _down(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> Launch:
-    c = b.config
-    shape = row_mix_triton.down_shape(c.moe_intermediate_size, c.experts_per_token)
-    constants = {
-        "D": c.hidden_size, "I": c.moe_intermediate_size, "SLOTS": c.experts_per_token, **shape,
-        "SHARED": bool(shared), **row_mix_triton.formats(expert_rounding(b), "expert_down", "expert_out"),
-        "num_warps": row_mix_triton.DOWN_WARPS, **buf.overlap,
-    }  # fmt: skip
-    operands = (given["act"], _experts(b, ("w2",), "expert_down"), given["ids"], given["weights"], given["shared"],
-                buf.stream)  # fmt: skip
-    grid = buf.programs("down", cdiv(c.hidden_size, shape["BN"]))
-    return Launch("experts_down", row_fused_triton.experts_down_kernel, grid, operands, constants)
 
 
 def head(b: Binder, buf: Buffers) -> list[Launch]:
@@ -358,4 +292,3 @@ def head(b: Binder, buf: Buffers) -> list[Launch]:
     product = Product(x=x, weight=weight, out=buf.logits, top=True)
     finish = Launch("finish", row_fused_triton.finish_kernel, (1,), last, {"num_warps": 1, **buf.overlap})
     return [first, product.launch("lm_head", buf), finish]
-

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import NoReturn
 
+from variants import impl_rules_row, impl_rules_vllm
 from variants.axes import (
     ChunkForm,
     Impl,
@@ -23,7 +24,6 @@ from variants.axes import (
 )
 from variants.dtypes import DType
 from variants.errors import UsageError
-from variants import impl_rules_row, impl_rules_vllm
 from variants.kernels import choices, has
 from variants.recipe import Rule
 from variants.sites import CHUNK_SITES, rule_key
@@ -48,9 +48,16 @@ KDA_FORMS: dict[Impl, tuple[ChunkForm, ...]] = {
     Impl.vllm: (ChunkForm.vllm,),
 }
 REFINED = {Impl.vllm: impl_rules_vllm.refined, Impl.row: impl_rules_row.refined}
-GATES = {Impl.triton: ("decay_gate", "beta"), Impl.row: ("decay_gate", "beta"), Impl.fla: ("decay_gate",), Impl.vllm: ("decay_gate",)}
+GATES = {
+    Impl.triton: ("decay_gate", "beta"),
+    Impl.row: ("decay_gate", "beta"),
+    Impl.fla: ("decay_gate",),
+    Impl.vllm: ("decay_gate",),
+}
 FUSED = ("norms", "conv", "kda")  # operations with calls that fused_elementwise joins
-TILED: dict[Impl, tuple[MlaCore, ...]] = dict.fromkeys((Impl.triton, Impl.row, Impl.vllm), (MlaCore.flash, MlaCore.absorbed))
+TILED: dict[Impl, tuple[MlaCore, ...]] = dict.fromkeys(
+    (Impl.triton, Impl.row, Impl.vllm), (MlaCore.flash, MlaCore.absorbed)
+)
 
 
 def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:

@@ -146,6 +146,6 @@ def check_environment(impls: frozenset[str], device: str) -> None:
 
         if not INTERPRETED:
             raise DeviceError(
-                f"impl {name} needs a CUDA device, got cpu: set device=cuda, set TRITON_INTERPRET=1 before the start to "
-                "run it slowly on the CPU, or choose impl torch"
+                f"impl {name} needs a CUDA device, got cpu: set device=cuda, set TRITON_INTERPRET=1 before the start "
+                "to run it slowly on the CPU, or choose impl torch"
             )

@@ -74,7 +74,7 @@ def _together(config: ModelConfig) -> list[tuple[str, ...]]:
 
 
 def allocated(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Uninitialised tensors of a model, float32 where the release has it, groups side by side; a tied head is shared."""
+    """Uninitialised tensors of a model, float32 where the release has it, groups side by side; a tied head shared."""
     shapes, out = expected_tensors(config), {}
     for names in groups(config):
         kind = torch.float32 if is_float32_parameter(names[0]) else dtype

@@ -198,8 +198,8 @@ def _flash_kernel(
 def run_kernel(
     q, q_pe, pages, table, positions, runs, lse, table_width, t, scale,
     PAGE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, QP: tl.constexpr, BH: tl.constexpr,
-    BR: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr, PROBS: tl.constexpr,
-    BASE2: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BR: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr,
+    PROBS: tl.constexpr, BASE2: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BH heads of one query over one run of keys; QP values lie from one head's q_pe to the next."""
     enter(PDL)

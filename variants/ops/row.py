@@ -36,8 +36,8 @@ def delta_step(
     if batch.lengths != (1,):
         return kda_triton.recurrent(q, k, v, g, beta, pool, batch=batch, fused=fused, out_dtype=v.dtype)[0]
     gate = kda_triton.gate_operands(fused, q)
-    one = (x[0, 0] for x in (q, k, v, g, beta))
-    return row_mix_triton.delta_step(*one, pool[slot], gate, fused.scale, out_dtype=v.dtype)[None, None]
+    q, k, v, g, beta = (x[0, 0] for x in operands)
+    return row_mix_triton.delta_step(q, k, v, g, beta, pool[slot], gate, fused.scale, out_dtype=v.dtype)[None, None]
 
 
 def absorb(x: Tensor, weight: Tensor) -> Tensor:
@@ -75,7 +75,9 @@ def _grouped(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -
     gate, up = both.chunk(2, -1)
     act = row_triton.silu_and_mul(gate, up, silu=x.dtype, out_dtype=x.dtype)
     down = F.grouped_mm(act, w2.transpose(1, 2), offs=ends)
-    down = (down * weights.flatten()[order].unsqueeze(1)).to(x.dtype)  # bf16 by float32: a float32 product, rounded once
+    down = (down * weights.flatten()[order].unsqueeze(1)).to(
+        x.dtype
+    )  # bf16 by float32: a float32 product, rounded once
     out = torch.empty_like(down).index_copy_(0, order, down).view(n, k, -1).float()
     total = out[:, 0]
     for j in range(1, k):

@@ -1,4 +1,4 @@
-"""Our decode kernels of the mixers and of the experts, each operation as a launch of its own: one token, one sequence."""
+"""Our decode kernels of mixers and experts, each operation as a launch of its own: one token of one sequence."""
 # The language inside the kernels is Triton's, whose constants and launch options are not Python's to check.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
@@ -17,8 +17,8 @@ from variants.ops.row_triton import (
     LATENT_COLUMNS,
     WARPS,
     absorb_columns,
-    conv_channels,
     act_parts,
+    conv_channels,
     expert_parts,
     expert_rows,
     expert_tile,
@@ -33,8 +33,8 @@ from variants.ops.row_triton import (
 )
 
 MAX_EXPERTS = 65536
-UP_TILE = 8192  # values of gate and up of a chosen expert that a program holds
-SLOT_TILE = 8192  # values of all chosen experts' down projections that a program holds
+UP_TILE = 16384  # values of gate and up of a chosen expert that a program holds
+SLOT_TILE = 16384  # values of all chosen experts' down projections that a program holds
 DOWN_WARPS = 4
 
 
@@ -154,7 +154,8 @@ def route(
     ids = torch.empty(n, k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(n, k, dtype=torch.float32, device=logits.device)
     _route_kernel[(n,)](
-        logits.contiguous(), bias, ids, weights, factor, E=experts, BE=block(experts), SLOTS=k, BEFORE=before, RENORMALIZE=renormalize, num_warps=WARPS,
+        logits.contiguous(), bias, ids, weights, factor, E=experts, BE=block(experts), SLOTS=k,
+        BEFORE=before, RENORMALIZE=renormalize, num_warps=WARPS,
     )  # fmt: skip
     return ids, weights
 

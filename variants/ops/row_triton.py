@@ -177,7 +177,7 @@ def routing(
         expert = BE - 1 - (best & 65535)
         score = sigmoid(tl.load(logits + expert, cache_modifier=".cg").to(tl.float32))
         total += score
-        found = found + (score,)
+        found = found + (score,)  # noqa: RUF005 (the compiler has no unpacking)
         tl.store(ids + j + same, expert)
     for j in tl.static_range(SLOTS):
         chosen = found[j]
@@ -192,7 +192,13 @@ def routing(
 
 @triton.jit
 def expert_parts(
-    w13, expert, rows, D: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, I: tl.constexpr  # noqa: E741
+    w13,
+    expert,
+    rows,
+    D: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
 ):
     """Tiles of some rows of one expert's gate, then of its up."""
     ok, base = rows < I, w13 + expert.to(tl.int64) * 2 * I * D
@@ -240,9 +246,8 @@ def in_order(y, slot, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def second_expert(
-    w2, expert, slot, rows, SLOTS: tl.constexpr, D: tl.constexpr, I: tl.constexpr, I1: tl.constexpr, I2: tl.constexpr  # noqa: E741
-):
+def second_expert(w2, expert, slot, rows, SLOTS: tl.constexpr, D: tl.constexpr, I: tl.constexpr,  # noqa: E741
+                  I1: tl.constexpr, I2: tl.constexpr):  # fmt: skip
     """The second part of the chosen experts' rows, or a placeholder."""
     if I2 > 0:
         return expert_tile(w2, expert, slot, rows, SLOTS, D, I, I1, I2)
