@@ -22,16 +22,24 @@ from harness.provenance import environment
 from harness.text_table import text_table
 from variants.errors import EngineError, UsageError
 
+FLOORS = "floors"  # what against= names for the limits of a device
 LIBRARY = {"transformers": "f32", "transformers_bf16": "bf16"}  # what against= may name, and the library's dtype
+
+CONTEXTS, PREFILLS = (32, 8192), (64, 512, 2048)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Config):
-    """against: the library in float32 or bf16 (`LIBRARY`), or a named variant. steps: timed tokens of each run."""
+    """against: the library in float32 or bf16 (`LIBRARY`), a named variant, or `FLOORS`. steps: timed tokens of a run.
+
+    contexts, prefills: of against=floors: tokens before a timed step, and tokens of a prompt.
+    """
 
     against: str = "transformers"
     runs: int = 3
     steps: int = 96
+    contexts: tuple[int, ...] = CONTEXTS
+    prefills: tuple[int, ...] = PREFILLS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,6 +48,11 @@ class Settings(Config):
         for name in ("runs", "steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: expected 1 or more")
+        given = (self.contexts, self.prefills)
+        if self.against != FLOORS and given != (CONTEXTS, PREFILLS):
+            raise UsageError("contexts and prefills are read by against=floors alone")
+        if any(n < 1 for sizes in given for n in sizes) or not all(given):
+            raise UsageError(f"contexts={self.contexts}, prefills={self.prefills}: expected numbers of 1 or more")
         for name in ("limit", "max_tokens"):
             if getattr(self, name):
                 raise UsageError(f"{name} is not read by bench: a run takes one prompt; use steps= and runs=")
@@ -47,6 +60,10 @@ class Settings(Config):
 
 def run(config: Settings, flags: Flags) -> int:
     """Time both sides, print the ratio and put a row on record."""
+    if config.against == FLOORS:
+        from experiments import bench_floors  # it needs triton
+
+        return bench_floors.run(config, flags)
     with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "bench")) as row:
         check_device(config.device)
         with policy(config.device, tf32=config.variant.tf32):

@@ -187,6 +187,8 @@ RUN: tuple[Command, ...] = (
             "Both sides decode the same tokens in one process, in turns, so that what slows\n"
             "the machine slows both: ratio of each pair, by wall clock and processor time.\n"
             "against=B  transformers (float32), transformers_bf16, or a named variant\n"
+            "against=floors  device=cuda: a fused step's launches, decode and prefill beside\n"
+            "  what the device's memory allows; contexts=[32,8192] prefills=[64,512,2048]\n"
             "steps=96   timed tokens of a run, after 8 that are in no figure\n"
             "runs=3     each on another prompt of golden=G\n"
             "device.threads=1  is what small models want"

@@ -106,12 +106,28 @@ class DeviceKind(Enum):
     cuda = "cuda"
 
 
+class WeightsFrom(Enum):
+    """The checkpoint's own, or drawn at random on the device, whose geometry alone is then read."""
+
+    stored = "stored"
+    random = "random"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A checkpoint: a folder, or a bare name under assets/; `sha256` is of the weights' bytes and is then required."""
+    """A checkpoint: a folder, or a bare name under assets/; `sha256` is of the weights' bytes and is then required.
+
+    weights=random: drawn on the device from `seed` of the run; path is a folder or a file with the config.json, or a
+    name under conf/geometry/.
+    """
 
     path: str = MISSING
     sha256: str | None = None
+    weights: WeightsFrom = WeightsFrom.stored
+
+    def __post_init__(self) -> None:
+        named = self.sha256 is not None and self.weights is WeightsFrom.random
+        _refuse(named, "model.sha256", "random weights are named by their seed")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,22 @@ KERNELS = {
         "o_latent": "mla_triton.absorbed",
         "routed": "moe_triton.experts",
     },
+    "row": {
+        "gemm": "row.linear",
+        "rms_norm": "row_triton.rms_norm",
+        "o_norm": "row_triton.gated_rms_norm",
+        "mlp_act": "row_triton.silu_and_mul",
+        "shared_act": "row_triton.silu_and_mul",
+        "short_conv": "row.short_conv",
+        "kda_core recurrent": "row.delta_step",
+        "kda_core chunk": "kda_chunk_triton.chunk",
+        "mla_core flash": "mla_triton.tiles",
+        "mla_core absorbed": "row.expand",  # what runs last; attention itself ends at o_latent
+        "q_latent": "row.absorb",
+        "o_latent": "mla_triton.absorbed",
+        "router_weights": "row_mix_triton.route",
+        "routed": "row.experts",
+    },
     "fla": {
         "rms_norm": "fla_kernels.rms_norm",
         "o_norm": "fla_kernels.gated_rms_norm",

@@ -4,7 +4,7 @@ A YAML file in conf/variant/ names only what differs from the defaults here, whi
 A setting that would have no effect is refused, so that a name never promises what does not happen.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 
@@ -159,10 +159,14 @@ class Param(Enum):
 
 
 class Impl(Enum):
-    """Who computes an operation: torch, our Triton kernels, fla's, or vLLM's."""
+    """Who computes an operation: torch, our Triton kernels, fla's, or vLLM's.
+
+    `row`: our decode kernels for one token of one sequence, for more the library's products and our tiled kernels.
+    """
 
     torch = "torch"
     triton = "triton"
+    row = "row"
     fla = "fla"
     vllm = "vllm"
 
@@ -183,6 +187,13 @@ class Execution(Enum):
     recompute = "recompute"
     incremental = "incremental"
     paged = "paged"
+
+
+class Graph(Enum):
+    """Launches of a decode step one by one, or all of them replayed as one CUDA graph."""
+
+    off = "off"
+    cuda = "cuda"
 
 
 class Preempt(Enum):
@@ -274,10 +285,15 @@ class ImplAxes:
     linear: Impl = Impl.torch
     swiglu: Impl = Impl.torch
 
+    def all_are(self, impl: Impl) -> bool:
+        return all(getattr(self, f.name) is impl for f in fields(self))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionAxes:
     """`prefill_piece` tokens at a time (0: the whole prompt); `batch` rows run together.
+
+    fused: operations of a decode step share launches, and every value keeps its bits; graph: how they are launched.
 
     The rest is of paged execution: `block_size` tokens a page; `pages` in all (0: enough for `batch` sequences);
     `token_budget` tokens a step (0: no limit); `prefill_batch` prompts in one pass; `fixed_rows` fills each decode up
@@ -287,6 +303,8 @@ class ExecutionAxes:
     mode: Execution = Execution.recompute
     prefill_piece: int = 0
     batch: int = 1
+    fused: bool = False
+    graph: Graph = Graph.off
     block_size: int = 64
     pages: int = 0
     token_budget: int = 0

@@ -7,6 +7,8 @@ from variants.axes import (
     Execution,
     ExecutionAxes,
     Gemm,
+    Graph,
+    Impl,
     KdaCore,
     KvCache,
     MlaCore,
@@ -30,7 +32,7 @@ UNSHOWN = {MlaCore.dense_bf16, MlaCore.sdpa}
 
 def check(v: Variant) -> None:
     """Refuse a combination in which a setting has no effect or cannot run; raises UsageError for the first found."""
-    for group in (_sizes, _kda, _mla, _batch_invariant, _stream, _execution, _paged):
+    for group in (_sizes, _kda, _mla, _batch_invariant, _stream, _execution, _fused, _paged):
         for bad, setting, why in group(v):
             if bad:
                 raise UsageError(
@@ -145,6 +147,19 @@ def _execution(v: Variant) -> Iterator[Refusal]:
     for name, store in carried.items():
         yield store is not Store.keep, f"{name}={store.name}", "execution.mode=recompute carries no state"
     yield v.mla.cache is KvCache.expanded, "mla.cache=expanded", "execution.mode=recompute carries no cache"
+
+
+def _fused(v: Variant) -> Iterator[Refusal]:
+    run, plain = v.execution, (v.stream, v.gemm, v.logits) == (Stream.bf16, Gemm.bf16, Store.bf16)
+    yield (
+        run.fused and not (v.impl.all_are(Impl.row) and plain and not v.override),
+        "execution.fused=true",
+        "a fused step joins the kernels of impl row, all eight, over a bf16 stream, and has no overrides; start from "
+        "variant fast_decode",
+    )
+    alone = run.mode is Execution.incremental and run.batch == 1
+    yield run.fused and not alone, "execution.fused=true", "it is one row; set execution.mode=incremental and batch=1"
+    yield run.graph is not Graph.off and not run.fused, "execution.graph=cuda", "it replays a fused step"
 
 
 def _paged(v: Variant) -> Iterator[Refusal]:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from variants.checkpoint import Checkpoint
 from variants.checkpoint_file import DTYPES, INDEX_NAME, SINGLE_NAME
-from variants.checkpoint_names import EMBEDDING, HEAD, expected_tensors, is_float32_parameter
+from variants.checkpoint_names import EMBEDDING, HEAD
 from variants.errors import UsageError
 from variants.model_config import LayerKind, ModelConfig
+from variants.side_by_side import allocated
 
 
 def random_checkpoint(
@@ -28,13 +29,11 @@ def random_checkpoint(
     """
     device = torch.device(device)
     generator = torch.Generator("cpu" if device.type == "meta" else device)
-    tensors: dict[str, Tensor] = {}
-    for name, shape in expected_tensors(config).items():
+    tensors = allocated(config, dtype, device)
+    for name, tensor in tensors.items():
         if name == HEAD and config.tie_word_embeddings:
-            tensors[name] = tensors[EMBEDDING]
             continue
         generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little"))
-        tensor = torch.empty(shape, dtype=torch.float32 if is_float32_parameter(name) else dtype, device=device)
         tensors[name] = _draw(name, tensor, config=config, generator=generator)
     procedure = f"random {config!r} seed={seed} {dtype} {device.type} torch={torch.__version__}"
     return Checkpoint(

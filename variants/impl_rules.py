@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import NoReturn
 
+from variants import impl_rules_row, impl_rules_vllm
 from variants.axes import (
     ChunkForm,
     Impl,
@@ -23,7 +24,6 @@ from variants.axes import (
 )
 from variants.dtypes import DType
 from variants.errors import UsageError
-from variants.impl_rules_vllm import refined
 from variants.kernels import choices, has
 from variants.recipe import Rule
 from variants.sites import CHUNK_SITES, rule_key
@@ -43,12 +43,21 @@ CHUNK_FORMS: dict[ChunkForm, DType | None] = {
 FORM_NUMBER = {form: number for number, form in enumerate(ChunkForm)}
 KDA_FORMS: dict[Impl, tuple[ChunkForm, ...]] = {
     Impl.triton: tuple(ChunkForm),
+    Impl.row: tuple(ChunkForm),
     Impl.fla: (ChunkForm.fla,),
     Impl.vllm: (ChunkForm.vllm,),
 }
-GATES = {Impl.triton: ("decay_gate", "beta"), Impl.fla: ("decay_gate",), Impl.vllm: ("decay_gate",)}
+REFINED = {Impl.vllm: impl_rules_vllm.refined, Impl.row: impl_rules_row.refined}
+GATES = {
+    Impl.triton: ("decay_gate", "beta"),
+    Impl.row: ("decay_gate", "beta"),
+    Impl.fla: ("decay_gate",),
+    Impl.vllm: ("decay_gate",),
+}
 FUSED = ("norms", "conv", "kda")  # operations with calls that fused_elementwise joins
-TILED: dict[Impl, tuple[MlaCore, ...]] = dict.fromkeys((Impl.triton, Impl.vllm), (MlaCore.flash, MlaCore.absorbed))
+TILED: dict[Impl, tuple[MlaCore, ...]] = dict.fromkeys(
+    (Impl.triton, Impl.row, Impl.vllm), (MlaCore.flash, MlaCore.absorbed)
+)
 
 
 def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:
@@ -67,7 +76,7 @@ def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:
             _refuse(axis.name, impl, "fused_elementwise joins calls of torch alone; remove it")
         if impl is not Impl.torch:
             out |= _AXES[axis.name](variant, impl, out)
-            out |= refined(axis.name, variant, out) if impl is Impl.vllm else {}
+            out |= REFINED[impl](axis.name, variant, out) if impl in REFINED else {}
     return out
 
 

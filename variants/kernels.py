@@ -33,6 +33,7 @@ from variants.errors import DeviceError, UsageError
 TRITON = "variants.bind_triton"
 FLA = "variants.bind_fla"
 VLLM = "variants.bind_vllm"
+ROW = "variants.bind_row"
 
 # (operation, implementation): module and function. An axis of `ImplAxes` covers the operations of OPERATIONS.
 KERNELS: dict[tuple[str, Impl], str] = {
@@ -67,6 +68,24 @@ KERNELS: dict[tuple[str, Impl], str] = {
         )
     },
     ("router", Impl.vllm): f"{VLLM}:linear",
+    ("router", Impl.row): f"{ROW}:linear",
+    **{
+        (operation, Impl.row): f"{ROW}:{operation}"
+        for operation in (
+            "linear",
+            "rms_norm",
+            "gated_rms_norm",
+            "silu_and_mul",
+            "short_conv",
+            "delta_rule",
+            "flash",
+            "absorb",
+            "absorbed",
+            "expand",
+            "route",
+            "experts",
+        )
+    },
 }
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "kda": ("delta_rule",),
@@ -81,6 +100,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 # What an implementation needs: a package, and what to do where it is not there.
 PACKAGES = {
     Impl.triton: ("triton", "pip install triton"),
+    Impl.row: ("triton", "pip install triton"),
     Impl.fla: ("fla", "pip install neartie[fla]"),
     Impl.vllm: ("vllm", "install vLLM 0.26 beside neartie"),
 }
@@ -120,12 +140,12 @@ def check_environment(impls: frozenset[str], device: str) -> None:
             )
         if name == Impl.torch.name or device != "cpu":
             continue
-        if name != Impl.triton.name:
+        if name not in (Impl.triton.name, Impl.row.name):
             raise DeviceError(f"impl {name} needs a CUDA device, got {device}: set device=cuda, or choose impl torch")
         from variants.ops.launch_triton import INTERPRETED
 
         if not INTERPRETED:
             raise DeviceError(
-                "impl triton needs a CUDA device, got cpu: set device=cuda, set TRITON_INTERPRET=1 before the start to "
-                "run it slowly on the CPU, or choose impl torch"
+                f"impl {name} needs a CUDA device, got cpu: set device=cuda, set TRITON_INTERPRET=1 before the start "
+                "to run it slowly on the CPU, or choose impl torch"
             )

@@ -1,6 +1,7 @@
 """The forward pass of Kimi-Linear under a recipe: built once for each phase, then only called."""
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ class Model:
         self.config, self.recipe, self.weights = config, recipe, weights
         self.probe = probe or NoProbe()
         self.device = weights.casts.device
+        self._steps: WeakKeyDictionary[State, object] = WeakKeyDictionary()
         self.phases = {p: Phase(Binder(config, recipe, weights, self.probe, -1, p)) for p in PHASES}
 
     def new_state(self, *, slots: int, max_len: int, pages: int | None = None) -> State:
@@ -101,6 +103,10 @@ class Model:
 
         Returns logits of each row's last real token [B, vocab], or of every token [B, T, vocab] when `every`.
         """
+        if self.recipe.execution.fused and phase == "decode" and isinstance(self.probe, NoProbe):
+            from variants.fused import decode_step  # it imports triton
+
+            return decode_step(self, state, slots[0], tokens[0], self._steps)
         last, all_ = self._run(tokens, state.batch(slots, lengths, tokens.shape[1], self.device), state, phase)
         run = self.phases[phase]
         return run.logits(*all_) if every else run.logits(*last)[:, 0]

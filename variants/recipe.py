@@ -16,6 +16,7 @@ from variants.sites import rule_key
 
 Place = tuple[str, int]
 NARROW_OPTIONS = ("form", "tf32", "flash_attention")  # how a core rounds inside where that is less than float32
+BF16_ALONE = ("vllm", "row")  # implementations that store nothing wider
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,13 @@ class Rule:
         """This rule with every format narrower than `dtype` raised to it.
 
         A form of rounding of its own (TF32 products) is narrower than float32, and no kernel has float64: from there
-        on torch computes, and in place of vLLM's, which have bfloat16 alone, in any wider format.
+        on torch computes, and in place of those that have bfloat16 alone in any wider format.
         """
         formats = {f: _raise(getattr(self, f), dtype) for f in ("input", "accum", "output", "storage")}
         if dtype.precision < DType.f32.precision:
             return replace(self, **formats)
         raised = replace(self, **formats).without_form()
-        widest = DType.f32 if self.impl != "vllm" else DType.bf16
+        widest = DType.f32 if self.impl not in BF16_ALONE else DType.bf16
         if self.impl == "torch" or dtype.precision <= widest.precision:
             return raised
         return replace(raised, impl="torch", inside="")
@@ -143,9 +144,12 @@ class Recipe:
         run = self.execution
         plain: dict[str, object] = {
             "mode": run.mode.name, "prefill_piece": run.prefill_piece, "batch": run.batch}  # fmt: skip
+        if run.fused:  # named only where it is, so that no recipe known before it has another hash
+            plain |= {"fused": True, "graph": run.graph.name}
         if run.mode is not Execution.paged:
             return plain
-        return {**{f.name: getattr(run, f.name) for f in fields(run)}, **plain, "preempt": run.preempt.name}
+        own = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in ("fused", "graph")}
+        return {**own, **plain, "preempt": run.preempt.name}
 
     @property
     def implementations(self) -> frozenset[str]:

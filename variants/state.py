@@ -127,6 +127,14 @@ class State:
             if slot != NOBODY:
                 self.length[slot] += n
 
+    def take_one(self, slot: int) -> int:
+        """One token more in a slot: the position at which it stands."""
+        position = self.length[slot]
+        if position + 1 > self.max_len:
+            raise UsageError(f"a sequence of {position + 1} tokens does not fit max_len={self.max_len}")
+        self.length[slot] += 1
+        return position
+
     @torch.inference_mode()
     def reset(self, slots: Sequence[int]) -> None:
         """Make slots ready for new sequences: all that they hold is zeroed, for a masked key still counts 0 times its

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from variants.checkpoint import Checkpoint
 from variants.dtypes import DType, dtype_of, round_to, store_as, widest
 from variants.recipe import Semantics
+from variants.side_by_side import joined, stacked
 
 Patch = Callable[[str, Tensor], Tensor]
 
@@ -32,7 +32,7 @@ class Casts:
         key = (names, dtype, through)
         if key not in self._made:
             parts = [store_as(_rounded(t.to(self.device), through), dtype) for t in tensors]
-            self._made[key] = torch.cat(parts) if len(parts) > 1 else parts[0]
+            self._made[key] = joined(parts)
         return self._made[key]
 
     def stack(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
@@ -83,7 +83,7 @@ class Weights:
         if self.patch is None:
             return self.casts.cast(names, dtype, self._through(names[0], operand))
         parts = [self._patched(self.patch, name, dtype, operand) for name in names]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return joined(parts)
 
     def _patched(self, patch: Patch, name: str, dtype: DType, operand: DType | None) -> Tensor:
         base = self.casts.cast((name,), DType.f64, self._through(name, None))
@@ -99,7 +99,7 @@ class Weights:
         names = [tuple(f"{prefix}.experts.{e}.{leaf}.weight" for leaf in leaves) for e in range(count)]
 
         def make() -> Tensor:
-            return torch.stack([self.cat(group, dtype, operand=operand) for group in names])
+            return stacked([self.cat(group, dtype, operand=operand) for group in names])
 
         key = (prefix, leaves, dtype, self._through("weight", operand))
         return make() if self.patch is not None else self.casts.stack(key, make)

@@ -8,6 +8,17 @@ from variants.errors import InputError
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 
 
+GEOMETRY = Path(__file__).resolve().parents[2] / "conf" / "geometry"
+
+
+def geometry(path: str) -> Path:
+    """Where a geometry is described: a name under conf/geometry/, or as for `checkpoint_folder`, or a config.json."""
+    named = GEOMETRY / f"{path}.json"
+    if named.is_file():
+        return named
+    return Path(path) if Path(path).is_file() else checkpoint_folder(path)
+
+
 def shipped_checkpoints() -> dict[str, Path]:
     """The checkpoints that come with this project, by name."""
     return {p.parent.name: p.parent for p in sorted(ASSETS.glob("*/config.json"))}

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config import DeviceChoice
+from harness.config import DeviceChoice, WeightsFrom
 from harness.engines import paged_rows
-from harness.engines.assets import checkpoint_folder
+from harness.engines.assets import checkpoint_folder, geometry
 from harness.engines.compiling import Compiling
 from harness.engines.logits import ScoreTable
 from harness.engines.prompt_text import tokenizer_class
@@ -24,9 +24,10 @@ from harness.numerics import check_device, policy
 from harness.observe import Observed, observe
 from harness.progress import tracked
 from variants import decode
-from variants.axes import Execution, Variant
-from variants.checkpoint import load_checkpoint
-from variants.errors import EngineError, InputError, UsageError
+from variants.axes import Execution, Graph, Variant
+from variants.checkpoint import load_checkpoint, load_config
+from variants.checkpoint_write import random_checkpoint
+from variants.errors import DeviceError, EngineError, InputError, UsageError
 from variants.kernels import check_environment
 from variants.model import Model
 from variants.recipe import Recipe, resolve
@@ -48,6 +49,10 @@ class LocalEngine:
         self.recipe = resolve(variant, casts.checkpoint.config)
         if self.recipe.tf32 and casts.device == "cpu":
             raise UsageError("variant: tf32=true has no effect on the cpu; remove it or run on cuda")
+        if self.recipe.execution.graph is Graph.cuda and casts.device == "cpu":
+            raise DeviceError(
+                "execution.graph=cuda needs a CUDA device, got cpu: set device=cuda, or variant.execution.graph=off"
+            )
         check_environment(self.recipe.implementations, casts.device)
         self.compiling = Compiling(tuple(sorted(self.recipe.implementations - {"torch"})))
         self._warm: set[tuple[int, ...]] = set()
@@ -57,9 +62,7 @@ class LocalEngine:
     @classmethod
     def from_config(cls, config: Config) -> LocalEngine:
         check_device(config.device)
-        folder = str(checkpoint_folder(config.model.path))
-        casts = shared_casts(folder, config.model.sha256, config.device.torch_name)
-        return cls(casts, config.variant, name=config.label, device=config.device)
+        return cls(casts_of(config), config.variant, name=config.label, device=config.device)
 
     @property
     def info(self) -> EngineInfo:
@@ -278,6 +281,20 @@ def _refuse_flat_output(o: Output) -> None:
 
 def _numpy(x: Tensor) -> np.ndarray:
     return x.double().cpu().numpy()
+
+
+def casts_of(config: Config) -> Casts:
+    """The weights that a run is on, in memory once in a process."""
+    device = config.device.torch_name
+    if config.model.weights is WeightsFrom.random:
+        return random_casts(str(geometry(config.model.path)), config.seed, device)
+    return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, device)
+
+
+@lru_cache(maxsize=1)
+def random_casts(path: str, seed: int, device: str) -> Casts:
+    """Weights of a geometry drawn on a device, once in a process."""
+    return Casts(random_checkpoint(load_config(path), seed=seed, device=device), device=device)
 
 
 @lru_cache(maxsize=1)

@@ -19,6 +19,7 @@ try:
     import triton
     import triton.language as tl
     from triton import knobs
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError as error:
     raise DeviceError("impl triton needs the triton package (>= 3.6): install it, or choose impl torch") from error
 
@@ -109,6 +110,14 @@ def ragged(lengths: Sequence[int], slots: Sequence[int], *, device: str | torch.
         chunks += [(n, c) for c in range(-(-length // chunk_size))]
     cu, where, table, begin = (torch.tensor(x, dtype=torch.int32) for x in (starts, slots, chunks, first))
     return Ragged(tuple(lengths), cu.to(device), where.to(device), table.to(device), begin.to(device))
+
+
+@triton.jit
+def enter(PDL: tl.constexpr):
+    """Wait for the launch before this one, then let the next one begin; loads above it run beside the former's end."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

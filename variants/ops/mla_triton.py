@@ -16,10 +16,12 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from variants.errors import UsageError
-from variants.ops.launch_triton import Precision, block, dot, expect, format_of, narrow, require
+from variants.ops.launch_triton import Precision, block, dot, enter, expect, format_of, narrow, require
 
 HEADS = 16  # query heads that share one tile of the latent
 MAX_RANK = 512
+MERGED = 128  # values of the latent that a program of the merge takes
+RUN_LAUNCH = {"num_warps": 8, "num_stages": 3}
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -95,7 +97,7 @@ def absorbed(
     whole_tiles: bool = True,
     softmax: Softmax = PLAIN,
 ) -> Tensor:
-    """Attention over the latent, its keys cut into `kv_splits` runs merged in order by their log-sum-exp.
+    """Attention over the latent, its keys cut into `kv_splits` runs merged by their log-sum-exp.
 
     q [B, T, H, R], R = rank; q_pe [B, T, H, P]; latent [B, L, R + P], or pages [pages, page, R + P] with block_table
     int32 [B, n] of page numbers, where page is the block size. positions integer [B, T]; -1 marks padding, whose
@@ -117,16 +119,16 @@ def absorbed(
     runs = torch.empty(b * t, h, kv_splits, r, dtype=torch.float32, device=q.device)
     lse = torch.empty(b * t, h, kv_splits, dtype=torch.float32, device=q.device)
     where = positions.to(torch.int32).contiguous()
-    _run_kernel[(b * t, triton.cdiv(h, HEADS), kv_splits)](
+    run_kernel[(b * t, triton.cdiv(h, HEADS), kv_splits)](
         q.contiguous(), q_pe.contiguous(), latent.contiguous(), block_table.to(torch.int32).contiguous(), where,
-        runs, lse, block_table.shape[1], t, scale, PAGE=latent.shape[1], H=h, R=r, P=p, BH=HEADS, BR=block(r),
+        runs, lse, block_table.shape[1], t, scale, PAGE=latent.shape[1], H=h, R=r, P=p, QP=p, BH=HEADS, BR=block(r),
         BP=block(p), BN=tile_k, SPLITS=kv_splits, WHOLE=whole_tiles, PROBS=format_of(softmax.probs),
-        BASE2=softmax.base2, PRECISION=softmax.precision.value, num_warps=4, num_stages=2,
+        BASE2=softmax.base2, PRECISION=softmax.precision.value, PDL=False, **RUN_LAUNCH,
     )  # fmt: skip
     out = torch.empty(b, t, h, r, dtype=softmax.out_dtype, device=q.device)
-    _merge_kernel[(b * t * h,)](
-        runs, lse, out, R=r, BR=block(r), SPLITS=kv_splits, BASE2=softmax.base2, OUT=format_of(softmax.out_dtype),
-        num_warps=4,
+    merge_kernel[(b * t * h, triton.cdiv(r, MERGED))](
+        runs, lse, out, R=r, BR=MERGED, SPLITS=kv_splits, BS=block(kv_splits), BASE2=softmax.base2,
+        OUT=format_of(softmax.out_dtype), PDL=False, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -193,13 +195,14 @@ def _flash_kernel(
 
 
 @triton.jit
-def _run_kernel(
+def run_kernel(
     q, q_pe, pages, table, positions, runs, lse, table_width, t, scale,
-    PAGE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr,
-    BP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr, PROBS: tl.constexpr,
-    BASE2: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, QP: tl.constexpr, BH: tl.constexpr,
+    BR: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr,
+    PROBS: tl.constexpr, BASE2: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BH heads of one query over one run of keys."""
+    """BH heads of one query over one run of keys; QP values lie from one head's q_pe to the next."""
+    enter(PDL)
     row, run = tl.program_id(0).to(tl.int64), tl.program_id(2)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
     low, high = tl.arange(0, BR), tl.arange(0, BP)
@@ -208,7 +211,7 @@ def _run_kernel(
     begin, end = run * share, tl.minimum((run + 1) * share, keys)
     at, real = row * H + heads, (heads < H)[:, None]
     x = tl.load(q + at[:, None] * R + low[None, :], mask=real & (low < R)[None, :], other=0.0)
-    x_pe = tl.load(q_pe + at[:, None] * P + high[None, :], mask=real & (high < P)[None, :], other=0.0)
+    x_pe = tl.load(q_pe + at[:, None] * QP + high[None, :], mask=real & (high < P)[None, :], other=0.0)
     if BASE2:
         scale = scale * LOG2E
     top, total = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
@@ -231,19 +234,19 @@ def _run_kernel(
 
 
 @triton.jit
-def _merge_kernel(
-    runs, lse, out, R: tl.constexpr, BR: tl.constexpr, SPLITS: tl.constexpr, BASE2: tl.constexpr, OUT: tl.constexpr
-):
-    """One head of one query: its runs from first to last."""
-    at, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BR)
-    top, total = tl.load(lse + at * SPLITS), 0.0  # of the first run, so that its own weight is one
-    acc = tl.zeros([BR], tl.float32)
-    for run in range(SPLITS):
-        size = tl.load(lse + at * SPLITS + run)
-        new = tl.maximum(top, size)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        shrink, weight = _power(top - safe, BASE2), _power(size - safe, BASE2)
-        part = tl.load(runs + (at * SPLITS + run) * R + cols, mask=cols < R, other=0.0)
-        acc, total, top = acc * shrink + part * weight, total * shrink + weight, new
-    acc = acc / tl.where(total == 0.0, 1.0, total)
+def merge_kernel(
+    runs, lse, out, R: tl.constexpr, BR: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr, BASE2: tl.constexpr,
+    OUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BR values of one head of one query: its runs, each by its share of the whole sum; empty ones are not read."""
+    enter(PDL)
+    at, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BR + tl.arange(0, BR)
+    run = tl.arange(0, BS)
+    size = tl.load(lse + at * SPLITS + run, mask=run < SPLITS, other=float("-inf"))
+    top = tl.max(size, 0)
+    weight = _power(size - tl.where(top == float("-inf"), 0.0, top), BASE2)
+    place = runs + (at * SPLITS + run)[:, None] * R + cols[None, :]
+    part = tl.load(place, mask=(weight > 0.0)[:, None] & (cols < R)[None, :], other=0.0)
+    total = tl.sum(weight, 0)
+    acc = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + at * R + cols, narrow(acc, OUT), mask=cols < R)

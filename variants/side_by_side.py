@@ -1,0 +1,86 @@
+"""Tensors that one launch reads together, lying side by side in memory, so that joining them copies nothing."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from variants.checkpoint_names import EMBEDDING, HEAD, expected_tensors, is_float32_parameter
+from variants.model_config import ModelConfig
+
+# leaves of a layer that belong together, in the order in which they lie
+_ATTENTION = (
+    ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("q_conv1d", "k_conv1d", "v_conv1d"),
+)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts stacked along their first dimension: a view where they lie side by side, in order, else a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    if not beside(parts):
+        return torch.cat(list(parts))
+    first = parts[0]
+    return first.as_strided((sum(len(p) for p in parts), *first.shape[1:]), first.stride())
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Parts of one shape as one tensor with a new first dimension: a view where they lie side by side, else a copy."""
+    if not beside(parts):
+        return torch.stack(list(parts))
+    first = parts[0]
+    return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+
+
+def beside(parts: Sequence[Tensor]) -> bool:
+    """Whether contiguous parts of one dtype follow each other in one storage without a gap."""
+    first = parts[0]
+    storage, at = first.untyped_storage().data_ptr(), first.storage_offset()
+    for p in parts:
+        same = p.dtype is first.dtype and p.shape[1:] == first.shape[1:] and p.is_contiguous()
+        if not same or p.untyped_storage().data_ptr() != storage or p.storage_offset() != at:
+            return False
+        at += p.numel()
+    return True
+
+
+def groups(config: ModelConfig) -> list[tuple[str, ...]]:
+    """Every tensor of a model by its release name, those that are read together in one group."""
+    left = dict.fromkeys(expected_tensors(config))
+    if config.tie_word_embeddings:
+        del left[HEAD]
+    found: list[tuple[str, ...]] = []
+    for names in _together(config):
+        if names and all(n in left for n in names):
+            found.append(names)
+            for n in names:
+                del left[n]
+    return found + [(n,) for n in left]
+
+
+def _together(config: ModelConfig) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for layer in range(config.num_layers):
+        at, moe = f"model.layers.{layer}", f"model.layers.{layer}.block_sparse_moe"
+        found += [tuple(f"{at}.self_attn.{x}.weight" for x in leaves) for leaves in _ATTENTION]
+        found.append(tuple(f"{at}.mlp.{x}_proj.weight" for x in ("gate", "up")))
+        shared = tuple(f"{moe}.shared_experts.{x}_proj.weight" for x in ("gate", "up") if config.num_shared_experts)
+        found.append((f"{moe}.gate.weight", *shared))
+        found.append(tuple(f"{moe}.experts.{e}.{x}.weight" for e in range(config.num_experts) for x in ("w1", "w3")))
+        found.append(tuple(f"{moe}.experts.{e}.w2.weight" for e in range(config.num_experts)))
+    return found
+
+
+def allocated(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Uninitialised tensors of a model, float32 where the release has it, groups side by side; a tied head shared."""
+    shapes, out = expected_tensors(config), {}
+    for names in groups(config):
+        kind = torch.float32 if is_float32_parameter(names[0]) else dtype
+        rows = [shapes[n][0] for n in names]
+        whole = torch.empty(sum(rows), *shapes[names[0]][1:], dtype=kind, device=device)
+        out |= dict(zip(names, whole.split(rows), strict=True))
+    if config.tie_word_embeddings:
+        out[HEAD] = out[EMBEDDING]
+    return {name: out[name] for name in shapes}
