@@ -11,7 +11,8 @@ example: neartie gate -m variant=f32,bf16_stream golden=gate
 exit: 0 ran, 1 bar or findings, 2 usage, 3 input, 4 device, 5 engine, 6 bug"""
 
 
-ALSO = ("ladder-to-vllm", "calibrate", "convert", "train", "identity", "bench")  # named in one line, so that the list fits a screen
+# Named in one line, so that the list fits a screen.
+ALSO = ("ladder-to-vllm", "calibrate", "convert", "train", "identity", "bench")
 
 
 def top(commands: Iterable[Command]) -> str:

@@ -111,7 +111,7 @@ def test_a_stop_ends_the_answer_before_it(client: Client) -> None:
 
 def test_sampling_depends_on_the_seed_alone(client: Client) -> None:
     """A seed repeats its answer beside others and alone; the choices of one prompt differ; the first is that of n=1."""
-    how = {"temperature": 1.5, "top_p": 0.9, "seed": 7, "max_tokens": 12}
+    how = {"temperature": 1.5, "top_p": 0.9, "seed": 7, "max_tokens": 6}
     one = client.said(TEXT, **how)["text"]
     _, body = client.ask(["In the", TEXT], n=3, **how)
     texts = [c["text"] for c in body["choices"]]
@@ -119,8 +119,9 @@ def test_sampling_depends_on_the_seed_alone(client: Client) -> None:
     assert len(set(texts)) == 6
     assert client.said(TEXT, **{**how, "seed": 8})["text"] != one
     assert client.said(TEXT, **{**how, "seed": -7})["text"] != one
-    assert client.said(TEXT, **{**how, "top_p": 1e-9})["text"] == client.said(TEXT, max_tokens=12)["text"]
-    assert client.said(TEXT, **{**how, "temperature": 1e-300})["text"] == client.said(TEXT, max_tokens=12)["text"]
+    greedy = client.said(TEXT, max_tokens=6)["text"]
+    assert client.said(TEXT, **{**how, "top_p": 1e-9})["text"] == greedy
+    assert client.said(TEXT, **{**how, "temperature": 1e-300})["text"] == greedy
 
 
 def test_prompt_logprobs_are_vllms(client: Client) -> None:
@@ -252,3 +253,18 @@ def test_chat_needs_a_template(client: Client) -> None:
     answer = client.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "no_chat_template"
+
+
+@pytest.mark.parametrize("how", [{"pages": 5, "block_size": 8}, {"prefix_cache": 2, "prefill_piece": 64}], ids=str)
+def test_no_schedule_shows_in_an_answer(how: dict[str, int]) -> None:
+    """Few pages, so that answers give way to each other, and shared prefixes: the tokens are those of the library."""
+    long = list(range(100, 170)) if "prefix_cache" in how else list(range(100, 112))
+    prompts = [[*long, 5], [*long, 6], [*long, 5]]
+    want = [local().generate([p], TOKENS).tokens[0].tolist() for p in prompts]
+    with serving(local(**how), max_len=96) as beside, Client(beside.url) as client:
+        first = client.said(prompts[0], max_tokens=TOKENS, return_token_ids=True, ignore_eos=True)
+        _, body = client.ask(prompts, max_tokens=TOKENS, return_token_ids=True, ignore_eos=True)
+        stats = beside.service.desk.engine.stats
+    assert [c["token_ids"] for c in (first, *body["choices"])] == [want[0], *want]
+    assert (stats.preemptions > 0) is ("pages" in how)
+    assert (stats.prefix_hit_tokens > 0) is ("prefix_cache" in how)
