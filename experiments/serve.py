@@ -21,6 +21,7 @@ from variants.runner import memory_plan
 
 OWN = {"host", "port", "served", "max_len", "queue", "body_bytes", "grace_s", "key"}
 MACHINES = {"host", "port"}  # a record names nobody's machine
+UNREAD = ("golden", "seed", "limit", "max_tokens", "require")
 WATCHED = (1, 2, 3, 4, 5)  # ids of a short prompt
 
 
@@ -44,8 +45,9 @@ class Settings(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.engine.kind is not EngineKind.local or self.require is not None or self.limit or self.max_tokens:
-            raise UsageError("serve: engine=, require=, limit= and max_tokens= have no effect")
+        changed = [f for f in UNREAD if getattr(self, f) != getattr(Config, f)]
+        if changed or self.engine.kind is not EngineKind.local:
+            raise UsageError(f"serve: {', '.join(changed) or 'engine'} has no effect; leave it out")
         for name, least in (("port", 0), ("max_len", 0), ("queue", 1), ("body_bytes", 1), ("grace_s", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"serve: {name}={getattr(self, name)}, expected {least} or more")
@@ -87,11 +89,11 @@ def _served(config: Settings, engine: LocalEngine, row: Run) -> dict[str, object
         limits=build.Limits(body_bytes=config.body_bytes),
         key=server.key_from(config.key),
     )
-    observed = engine.observed(WATCHED)
-    row.add({"recipe": {"observed": observed.as_dict()}})
-    if observed.contradictions:
-        raise EngineError(f"what ran is not what was declared: {observed.contradictions[0]}")
     with server.bound(config.host, config.port) as listening:
+        observed = engine.observed(WATCHED)
+        row.add({"recipe": {"observed": observed.as_dict()}})
+        if observed.contradictions:
+            raise EngineError(f"what ran is not what was declared: {observed.contradictions[0]}")
         _say(memory_plan(engine.model, max_len=length))
 
         def ready() -> build.Service:

@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn", reason="the [serve] extra is not installed")
 
 from serving import Client, local, serving
 
+from experiments.cli import main
 from harness.compose import load
 from harness.engines.local import LocalEngine
 from harness.ledger import Ledger
@@ -286,5 +287,7 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
         make_service(LocalEngine(local().casts, load(["variant=f32"]).variant, name="f32"), Offer())
     with pytest.raises(UsageError, match="4096"):
         make_service(local(), Offer(max_len=5000))
+    for words in (["golden=wide"], ["seed=3"], ["engine=transformers"], ["port=-1"], ["queue=0"], ["variant=f32"]):
+        assert main(["serve", f"results={tmp_path}", *words]) == 2
     with server_module.bound("127.0.0.1", 0) as taken, pytest.raises(DeviceError, match="host= and port="):
         server_module.bound("127.0.0.1", taken.getsockname()[1])

@@ -19,7 +19,7 @@ from harness.serving.chat_template import load
 from harness.serving.transcript import Transcript
 from harness.serving.vocabulary import Vocabulary
 from variants.errors import InputError, UsageError
-from variants.request import Request, nucleus
+from variants.request import Request, logprobs, nucleus
 from variants.weights import Casts
 
 VOCABULARY = Vocabulary(CHECKPOINT, 4096)
@@ -146,6 +146,16 @@ def test_a_template_reaches_nothing(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% broken")
     with pytest.raises(InputError, match="cannot be read"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("top", [0, 1, 3, 20, 67])
+def test_the_best_tokens_are_those_of_a_whole_sort(top: int) -> None:
+    """In decreasing order, ties to the lower id, also where the last place is tied."""
+    draw = torch.Generator().manual_seed(top)
+    for levels in (1, 3, 1000):
+        logits = torch.randint(levels, (67,), generator=draw).float()
+        whole = torch.sort(logits.double(), descending=True, stable=True).indices[:top].tolist()
+        assert [i for i, _ in logprobs(logits, 5, top).top] == whole
 
 
 def test_a_nucleus_holds_its_share_and_no_more() -> None:

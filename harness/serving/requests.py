@@ -191,7 +191,7 @@ def parse(model: type[M], body: bytes) -> M:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         param = ".".join(str(p) for p in first["loc"])[:200]
-        raise ApiError(400, f"{param}: {first['msg']}", param=param) from error
+        raise ApiError(400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param) from error
 
 
 def _no_constant(name: str) -> float:

@@ -82,6 +82,7 @@ def web(service: Service) -> Web:
         loop="asyncio",
         lifespan="off",
         log_config=None,
+        log_level="error",
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
