@@ -19,7 +19,7 @@ from harness.power_rules import RULES
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 POWER_ROWS = ROOT / "results" / "power" / "cells.csv.xz"
-FIGURES = {"near_ties": 2, "campaign": 1, "power": 2 if POWER_ROWS.is_file() else 0}
+FIGURES = {"near_ties": 2, "campaign": 1, "your_engine": 2, "power": 2 if POWER_ROWS.is_file() else 0}
 ABSOLUTE = re.compile(r"""["'`(\s](/(home|root|tmp|usr|opt|mnt|work|Users|content)\b|[A-Za-z]:\\)""")
 
 
