@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.divergence import SAME, Cause, Divergence, Side, cause_of, golden_margin, side_p
+from harness.divergence import FAR, SAME, Cause, Divergence, Side, cause_of, far, golden_margin, side_p
 
 ALPHA = 1e-3
 NOISE = 0.035
@@ -99,3 +99,11 @@ def test_a_goldens_margin_is_known_where_both_tokens_were_recorded() -> None:
     assert golden_margin(ids, logprobs, 7, 3) == 0.25
     assert golden_margin(ids, logprobs, 3, 7) == -0.25
     assert golden_margin(ids, logprobs, 7, 8) is None
+
+
+def test_far_places_are_counted_by_class() -> None:
+    """Only where the candidate puts its own token more than FAR above the golden's; a class without one is left out."""
+    near, beyond = (divergence(candidate=side(-FAR - more), cause=Cause.rounding) for more in (0.0, 1e-6))
+    routed = divergence(candidate=side(-2 * FAR), cause=Cause.routing)
+    assert far([near, beyond, routed, routed]) == {"rounding": 1, "rounding amplified by routing": 2}
+    assert far([near]) == {}
