@@ -66,12 +66,17 @@ READ: tuple[Command, ...] = (
         text=(
             "show G             sizes, bar, ties, sampling, provenance\n"
             "verify G           every contradiction in it; exit 3 if there is one\n"
-            "import FOLDER OUT  greedy_ids.npy, p0_prompt.i32, ... to OUT.json, OUT.npz\n"
+            "import FROM OUT    greedy_ids.npy, p0_prompt.i32, ... to OUT.json, OUT.npz; or a\n"
+            "                   file of one run with its prompt_ids, a folder of K such files\n"
             "export G FOLDER    the other way round\n"
             "G is gate, wide, or a path. Without an action: the shipped goldens."
         ),
         example="neartie golden import captures/run7 goldens/run7",
-        actions={"list": (), "show": ("G",), "verify": ("G",), "import": ("FOLDER", "OUT"), "export": ("G", "FOLDER")},
+        actions={"list": (), "show": ("G",), "verify": ("G",), "import": ("FROM", "OUT"), "export": ("G", "FOLDER")},
+        flags=(
+            Flag(name="eos", help="import: what follows this id in a row is padding", value="ID"),
+            Flag(name="greedy", help="import of files: each token is the argmax, as you know"),
+        ),
     ),
     Command(
         name="ledger",

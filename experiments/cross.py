@@ -35,6 +35,8 @@ class Settings(Config):
             raise UsageError("cross: name them, as in engines=[f32,transformers] goldens=[gate,wide]")
         if self.engine.kind is not EngineKind.local or self.require is not None:
             raise UsageError("cross: engine= and require= have no effect; name engines with engines=[...]")
+        if self.golden != Config.golden:
+            raise UsageError(f"cross: golden={self.golden} has no effect; name goldens with goldens=[{self.golden}]")
 
 
 def run(config: Settings, flags: Flags) -> int:

@@ -28,6 +28,7 @@ from harness.numerics import check_device, policy
 from harness.pregate import check_vocabulary
 from harness.provenance import environment
 from harness.report import gate_table, text
+from harness.row_ends import end_ids
 from harness.text_table import text_table
 from harness.token_text import token_text
 from variants.checkpoint import load_config
@@ -115,7 +116,7 @@ def environment_of(config: Config) -> dict[str, object]:
 def known_of(config: Config, golden: Golden, engine: Engine) -> dict[str, Any]:
     """What `run_gate` can be told of this engine: the prompts that its tokens are of, or its model's vocabulary."""
     if isinstance(engine, ReplayEngine):
-        return {"prompts": engine.prompts and engine.prompts[: len(golden.prompts)]}
+        return {"prompts": engine.answered(golden.prompts)}
     if "model" not in READS[config.engine.kind][1]:
         return {}
     folder = checkpoint_folder(config.model.path)
@@ -123,8 +124,14 @@ def known_of(config: Config, golden: Golden, engine: Engine) -> dict[str, Any]:
 
 
 def with_gaps(golden: Golden, engine: Engine) -> Golden:
-    """The golden beside the gaps that were recorded with a replayed run, where it has none of its own."""
-    if golden.recorded is not None or not isinstance(engine, ReplayEngine):
+    """The golden beside the gaps that were recorded with a replayed run, where it has none of its own.
+
+    The run learns of the golden's ends of sequence: a file does not say what its rows are padded with.
+    """
+    if not isinstance(engine, ReplayEngine):
+        return golden
+    engine.ends = end_ids(golden)
+    if golden.recorded is not None:
         return golden
     recorded = engine.recorded_for(golden)
     return golden if recorded is None else replace(golden, recorded=recorded)

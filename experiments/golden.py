@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from experiments.words import Flags
 from harness.config import Config
@@ -15,15 +16,20 @@ from harness.golden import (
     verify_golden,
     write_golden,
 )
+from harness.golden_files import import_files, run_files
+from harness.golden_folder import is_token_folder
 from harness.text_table import text_table
-from variants.errors import InputError
+from variants.errors import InputError, UsageError
 
 Document = dict[str, object]
 
 
 def run(config: Config, flags: Flags) -> int:
     """Do what the action says; `verify` exits 3 where a golden cannot be trusted."""
-    document, text, code = ACTIONS[flags.action](*flags.words)
+    given = {name: flags.values[name] for name in ("eos", "greedy") if name in flags.values}
+    if given and flags.action != "import":
+        raise UsageError(f"--{next(iter(given))} has no effect with golden {flags.action}: it is said of an import")
+    document, text, code = ACTIONS[flags.action](*flags.words, **given)
     print(json.dumps(document) if flags.json else text)
     return code
 
@@ -55,11 +61,21 @@ def _verify(name: str) -> tuple[Document, str, int]:
     return {"golden": name, "problems": problems}, text, InputError.exit_code if problems else 0
 
 
-def _import(folder: str, out: str) -> tuple[Document, str, int]:
-    golden = write_golden(import_folder(folder), out)
+def _import(source: str, out: str, *, eos: str | None = None, greedy: str | None = None) -> tuple[Document, str, int]:
+    if eos is not None and not eos.isdigit():
+        raise UsageError(f"--eos={eos}: expected the id of the end of sequence")
+    path, end = Path(source), None if eos is None else int(eos)
+    if not is_token_folder(path) and run_files(path):
+        golden = import_files(path, greedy=greedy is not None, eos=end)
+    elif greedy is not None:
+        raise UsageError(f"--greedy has no effect: {source} is greedy by its layout, or holds no file of a run")
+    else:
+        golden = import_folder(path, eos=end)
+    golden = write_golden(golden, out)
     shown = show_golden(golden)
     k, n, t = golden.tokens.shape
-    return shown, f"{golden.path}: {n} prompts x {t} tokens, K = {k}, bar {golden.bar.name}", 0
+    first = f"{golden.path}: {n} prompts x {t} tokens, K = {k}, bar {golden.bar.name}"
+    return shown, "\n  ".join([first, *golden.provenance.get("import_notes", [])]), 0
 
 
 def _export(name: str, folder: str) -> tuple[Document, str, int]:

@@ -161,10 +161,11 @@ def _moved(golden: Golden, info: EngineInfo, environment: Mapping[str, object] |
 
 
 def _doubts(golden: Golden) -> list[str]:
-    """Why this golden's tokens can show less than they seem to: it contradicts itself, or its gaps are all small."""
+    """Why this golden's tokens can show less than they seem to: what its import
+    found, contradictions in it, gaps that are all small."""
     weak = cannot_discriminate(golden, LOGIT_STEP_NATS)
     contradictions = [f"golden {golden.name} contradicts itself: {problem}" for problem in top_problems(golden)]
-    return [*contradictions, *([weak] if weak else [])]
+    return [*golden.provenance.get("import_notes", []), *contradictions, *([weak] if weak else [])]
 
 
 def check_requirement(golden: Golden, require: str | None) -> None:

@@ -114,13 +114,26 @@ class Golden:
 
 
 def as_ids(array: np.ndarray, what: str) -> np.ndarray:
-    """`array` as contiguous int32; raises InputError unless it holds integers from -1 (ended) to 2^31 - 1."""
+    """`array` as contiguous int32; raises InputError unless it holds integers from -1 (ended) to 2^31 - 1.
+
+    In an unsigned array of rows -1 is its type's largest value, where that value stands at the rows' ends alone.
+    """
     array = np.asarray(array)
     if array.dtype.kind not in "iu":
-        raise InputError(f"{what}: got dtype {array.dtype}, expected integers")
+        raise InputError(f"{what}: got dtype {array.dtype}, expected integers: token ids, saved as int32")
+    array = _signed(array)
     if array.size and (array.min() < ENDED or array.max() > np.iinfo(np.int32).max):
         raise InputError(f"{what}: ids run from {array.min()} to {array.max()}, expected -1 (ended) or a token id")
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _signed(array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind != "u" or array.ndim < 2 or not array.size:
+        return array
+    ended = array == np.iinfo(array.dtype).max
+    if not ended.any() or (ended[..., :-1] & ~ended[..., 1:]).any():
+        return array
+    return np.where(ended, ENDED, array.astype(np.int64))
 
 
 def check_ends(tokens: np.ndarray, what: str) -> None:

@@ -151,7 +151,8 @@ def _recorded_margin(golden: Golden, generation: Generation, place: tuple[int, i
     upto = slice(None, position + 1)
     if not np.array_equal(golden.recorded.tokens[prompt, upto], generation.tokens[prompt, upto]):
         return None
-    return _known(golden.recorded.gap_nats[place])
+    # 0: the reference, forced, takes the candidate's token itself. Its margin the other way was not measured.
+    return _known(golden.recorded.gap_nats[place]) or None
 
 
 def _logit_gap_ulp(scored: Scored | None, place: tuple[int, int], dtype: str | None) -> float | None:

@@ -1,16 +1,14 @@
 """A finished run in one file: tokens, and whatever else was kept with them.
 
 `.npy` int [N, T]; `.i32` raw little-endian int32, N rows of equal length; `.csv` a row a prompt, or columns prompt,
-position, token; `.jsonl` an object a prompt; `.safetensors` and `.npz` arrays by name. Rows that ended early are padded
-with -1. Beside `tokens` (or token_ids, ids, output_ids) a file that has names may hold: prompt_ids; gap_nats [N, T],
-the reference teacher-forced on these tokens, inf for outside its list, NaN for unknown; top_ids and top_logprobs
-[N, T, k], ranked.
+position, token, or a column of lists; `.jsonl` an object a prompt; `.safetensors` and `.npz` arrays by name. Rows that
+ended early are padded with -1. Beside `tokens` (or another name in `token_tables.SAID`) a file that has names may hold:
+prompt_ids; gap_nats [N, T], the reference teacher-forced on these tokens, inf for outside its list, NaN for unknown;
+top_ids and top_logprobs [N, T, k], ranked.
 """
 
-import csv
 import io
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from harness.golden_data import ENDED, as_ids, check_ends
+from harness.token_tables import PROMPTS, SAID, read_csv, read_jsonl
 from variants.errors import InputError
 
-TOKENS = ("tokens", "token_ids", "ids", "output_ids", "our_ids")
-PROMPTS = ("prompt_ids", "prompt_token_ids")
+MOST = 1e-3  # over 1, of a sum of probabilities: a bfloat16 logprob is off by as much
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,14 +58,16 @@ def read_run(path: str | Path) -> TokenRun:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     try:
         arrays = _READERS[path.suffix](content)
-    except InputError:
-        raise
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
     except Exception as error:  # each format's reader raises what it likes
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
+        if "Object arrays" in line:
+            line = "it holds Python objects, such as rows of unequal length: pad them with -1 and save int32"
         raise InputError(f"{path}: damaged or not a {path.suffix} of tokens ({line})") from error
-    found = next((arrays[name] for name in TOKENS if name in arrays), None)
+    found = next((arrays[name] for name in SAID if name in arrays), None)
     if found is None:
-        raise InputError(f"{path}: holds {', '.join(arrays) or 'nothing'}, expected one of {', '.join(TOKENS)}")
+        raise InputError(f"{path}: holds {', '.join(arrays) or 'nothing'}, expected one of {', '.join(SAID)}")
     tokens = as_ids(np.asarray(found), f"{path}: tokens")
     if tokens.ndim not in (1, 2) or not tokens.size:
         raise InputError(f"{path}: tokens have shape {list(tokens.shape)}, expected [prompts, tokens]")
@@ -84,7 +84,29 @@ def read_run(path: str | Path) -> TokenRun:
     )
     if run.gap_nats is not None and (run.gap_nats < 0).any():
         raise InputError(f"{path}: gap_nats below 0; a gap is the reference's best logprob minus this token's")
+    _check_top(run, path)
     return run
+
+
+def _check_top(run: TokenRun, path: Path) -> None:
+    """Raises InputError where the ranked lists are no natural logprobs of the tokens that they name."""
+    ids, values = run.top_ids, run.top_logprobs
+    if ids is None and values is None:
+        return
+    if ids is None or values is None or ids.shape != values.shape or ids.ndim != 3:
+        shapes = [None if a is None else list(a.shape) for a in (ids, values)]
+        raise InputError(f"{path}: top_ids and top_logprobs come together, in one shape [N, T, k]; got {shapes}")
+    there = (run.tokens != ENDED)[..., None] & (ids != ENDED) & np.isfinite(values)
+    if (values[there] > 0).any():
+        raise InputError(
+            f"{path}: top_logprobs hold {values[there].max():g}, above 0: probabilities or logits, no logprobs"
+        )
+    total = np.where(there, np.exp(np.where(there, values, 0.0)), 0.0).sum(-1)
+    if total.max() > 1 + MOST:
+        raise InputError(
+            f"{path}: at a place the probabilities of top_logprobs sum to {total.max():.4g}: no natural logprobs "
+            "(log10, or logits?)"
+        )
 
 
 def _beside(arrays: Mapping[str, Any], name: str, tokens: np.ndarray, path: Path) -> np.ndarray | None:
@@ -106,12 +128,6 @@ def _prompts(arrays: Mapping[str, Any], count: int, path: Path) -> tuple[tuple[i
     return rows
 
 
-def padded(rows: Sequence[Sequence[Any]], fill: float) -> list[list[Any]]:
-    """Rows of one length."""
-    longest = max((len(row) for row in rows), default=0)
-    return [[*row, *[fill] * (longest - len(row))] for row in rows]
-
-
 def _npy(content: bytes) -> dict[str, Any]:
     return {"tokens": np.load(io.BytesIO(content), allow_pickle=False)}
 
@@ -131,42 +147,11 @@ def _safetensors(content: bytes) -> dict[str, Any]:
     return dict(load(content))
 
 
-def _jsonl(content: bytes) -> dict[str, Any]:
-    """Keys of the first object name the columns; rows of unequal length are padded."""
-    entries = [json.loads(line) for line in content.decode("utf-8").splitlines() if line.strip()]
-    names = {name for entry in entries for name in entry if name in (*TOKENS, *PROMPTS, "gap_nats")}
-    absent = [n for n, entry in enumerate(entries, 1) for name in names if name not in entry]
-    if absent:
-        raise InputError(f"line {absent[0]}: lacks one of {', '.join(sorted(names))}")
-    fills = dict.fromkeys((*TOKENS, *PROMPTS), ENDED) | {"gap_nats": float("nan")}
-    columns = {name: [entry[name] for entry in entries] for name in names}
-    return {
-        name: [[float("nan") if v is None else v for v in row] for row in padded(rows, fills[name])]
-        for name, rows in columns.items()
-    }
-
-
-def _csv(content: bytes) -> dict[str, Any]:
-    rows = [row for row in csv.reader(io.StringIO(content.decode("utf-8"))) if row]
-    head = [cell.strip() for cell in rows[0]]
-    if not {"prompt", "position", "token"} <= set(head):
-        return {"tokens": padded([[int(cell) for cell in row] for row in rows], ENDED)}
-    at = {name: head.index(name) for name in ("prompt", "position", "token")}
-    places = [(int(r[at["prompt"]]), int(r[at["position"]]), int(r[at["token"]])) for r in rows[1:]]
-    shape = (max(n for n, _, _ in places) + 1, max(t for _, t, _ in places) + 1)
-    tokens, gaps = np.full(shape, ENDED, np.int64), np.full(shape, np.nan)
-    for row, (n, t, token) in zip(rows[1:], places, strict=True):
-        tokens[n, t] = token
-        if "gap_nats" in head and row[head.index("gap_nats")].strip():
-            gaps[n, t] = float(row[head.index("gap_nats")])
-    return {"tokens": tokens} | ({"gap_nats": gaps} if "gap_nats" in head else {})
-
-
 _READERS: dict[str, Callable[[bytes], dict[str, Any]]] = {
     ".npy": _npy,
     ".npz": _npz,
     ".i32": _i32,
-    ".csv": _csv,
-    ".jsonl": _jsonl,
+    ".csv": read_csv,
+    ".jsonl": read_jsonl,
     ".safetensors": _safetensors,
 }

@@ -50,6 +50,8 @@ def test_one_command_makes_the_table(tmp_path: Path, capsys: Captured) -> None:
     assert main(["cross", f"results={tmp_path}"]) == 2
     assert main(["cross", "engines=[f32,f32]", "limit=1", "max_tokens=1", f"results={tmp_path}"]) == 2
     assert "name one engine twice" in capsys.readouterr().err
+    assert main(["cross", "engines=[f32]", "golden=wide", f"results={tmp_path}"]) == 2
+    assert "golden=wide has no effect; name goldens with goldens=[wide]" in capsys.readouterr().err
 
 
 def test_a_doctor_says_what_a_server_offers(tmp_path: Path, capsys: Captured) -> None:

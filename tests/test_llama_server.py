@@ -1,15 +1,19 @@
 """llama.cpp's own server, started here: the same tokens by every way of asking, and clear lines where it fails."""
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from experiments.cli import main
 from harness.compose import load, named_variant
 from harness.engines import make_engine
 from harness.engines.http_server import JsonServer
@@ -18,8 +22,10 @@ from harness.engines.llama_child import LlamaSettings
 from harness.engines.llama_server import LlamaOrigin, LlamaServerEngine
 from harness.engines.local import LocalEngine, shared_casts
 from harness.engines.protocol import Generation
+from harness.engines.server_process import ServerProcess
 from harness.gate import run_gate
 from harness.golden import load_golden
+from harness.ledger import Ledger
 from variants.errors import EngineError, InputError, UsageError
 
 pytest.importorskip("xllamacpp", reason="pip install 'neartie[llama]'")
@@ -106,7 +112,7 @@ def test_every_way_of_asking_gives_the_same_tokens(words: list[str], tokens: Gen
 def test_a_given_server_is_asked_and_not_stopped(engine: LlamaServerEngine, tokens: Generation) -> None:
     """Only its address is known: the same tokens come, and the server goes on."""
     assert engine.process is not None
-    guest = LlamaServerEngine(JsonServer(engine.process.url), LlamaOrigin())
+    guest = LlamaServerEngine(JsonServer(engine.process.url, retries=0), LlamaOrigin())
     assert np.array_equal(guest.generate(GATE.prompts[:2], 16).tokens, tokens.tokens[:2])
     assert guest.info.model_sha256 is None
     guest.stop()
@@ -124,6 +130,55 @@ def test_cache_and_attention_are_settings_that_act(engine: LlamaServerEngine) ->
         assert 1e-5 < np.nanmax(np.abs(seen[-1] - exact)) < 1e-2
         other.stop()
     assert not np.array_equal(*seen)
+
+
+def test_a_server_that_is_killed_in_the_middle_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real server, killed before its third answer: exit 5, one line, a failed row, and two prompts kept on disk."""
+    made = LlamaServerEngine.of_checkpoint(SHIPPED, LlamaSettings(gguf="", threads=1))
+    assert made.process is not None
+    asked, real = [], JsonServer.post
+
+    def post(self: JsonServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked.append(path)
+        if len(asked) == 3:
+            os.kill(made.process.pid, signal.SIGKILL)  # pyright: ignore[reportOptionalMemberAccess]
+        return real(self, path, body)
+
+    monkeypatch.setattr(JsonServer, "post", post)
+    words = ["engine=openai", f"engine.url={made.process.url}", "engine.dialect=llama", "engine.retries=0"]
+    assert main(["gate", *words, "max_tokens=2", "engine.timeout_s=30", f"results={tmp_path}"]) == 5
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "2 of 8 prompts are finished and kept" in error
+    (row,) = Ledger(tmp_path / "ledger").rows()
+    assert row["status"] == "failed"
+    (kept,) = (tmp_path / "unfinished").glob("*.jsonl")
+    assert len(kept.read_text().splitlines()) >= 2
+    assert not made.process.alive
+    made.stop()
+
+
+def test_what_a_server_prints_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that prints before and after its address, more than any pipe holds, is found and goes on."""
+    code = (
+        "import http.server, sys\nfrom harness.engines.server_process import announce, end_with_owner\n"
+        "out = end_with_owner()\nprint('loading', flush=True)\n"
+        "class H(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        print('x' * 300_000, flush=True)\n"
+        "        self.send_response(200)\n        self.end_headers()\n"
+        "s = http.server.HTTPServer(('127.0.0.1', 0), H)\n"
+        "announce(out, f'http://127.0.0.1:{s.server_address[1]}')\ns.serve_forever()\n"
+    )
+    (tmp_path / "talkative.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    made = ServerProcess("talkative", {}, ready_s=60)
+    assert made.alive
+    made.stop()
+    assert not made.alive
 
 
 def test_a_server_that_dies_is_one_line() -> None:
@@ -150,7 +205,8 @@ def test_the_server_ends_with_its_owner() -> None:
         "print(s.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-c", code, f"{folder}/m.gguf"], capture_output=True, text=True)
+        words = [sys.executable, "-c", code, f"{folder}/m.gguf"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
         stat = Path(f"/proc/{int(done.stdout)}/stat")
         until = time.monotonic() + 10
         while stat.exists() and stat.read_text().split(")")[1].split()[0] != "Z":

@@ -72,7 +72,7 @@ def test_prompts_and_gaps_come_along(tmp_path: Path) -> None:
         ("a.npy", b"no array", "damaged or not a .npy of tokens"),
         ("a.i32", b"123", "damaged or not a .i32"),
         ("a.csv", b"1,x", "damaged or not a .csv"),
-        ("a.jsonl", b'{"text": "a"}', "expected one of tokens, token_ids"),
+        ("a.jsonl", b'{"text": "a"}', "text alone cannot be compared"),
         ("a.jsonl", b'{"ids": [1], "gap_nats": [-1.0]}', "gap_nats below 0"),
         ("a.jsonl", b'{"ids": [1]}\n{"other": 1}', "line 2: lacks one of ids"),
         ("a.jsonl", b'{"ids": [1.5]}', "expected integers"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,8 +66,8 @@ class InProcessServer:
 
     name = "in-process"
 
-    def __init__(self, server: Any) -> None:
-        self._server = server
+    def __init__(self, server: Any, timeout_s: float) -> None:
+        self._server, self._timeout_s = server, timeout_s
 
     def get(self, path: str) -> dict[str, Any]:
         """It has one model, whose name nobody asks for."""
@@ -74,12 +75,21 @@ class InProcessServer:
         return {"data": [{"id": "model"}]}
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises EngineError where the server answers with an error."""
+        """Raises EngineError where the server answers with an error, or not within its time."""
         assert path == "/v1/completions", path
-        try:
-            found = self._server.handle_completions(dict(body))
-        except (RuntimeError, ValueError) as error:
-            raise EngineError(f"llama.cpp failed: {error}") from error
+        found: dict[str, Any] = {}
+
+        def ask() -> None:
+            try:
+                found.update(self._server.handle_completions(dict(body)))
+            except (RuntimeError, ValueError) as error:
+                found["error"] = str(error)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(self._timeout_s)
+        if asking.is_alive():
+            raise EngineError(f"llama.cpp gave no answer within {self._timeout_s:g} s; raise engine.timeout_s")
         if "choices" not in found:
             raise EngineError(f"llama.cpp failed: {json.dumps(found)[:200]}")
         return found
@@ -135,7 +145,7 @@ def _llama_v1(config: Config, settings: LlamaSettings, native: LlamaServerEngine
         weights = WeightFormat[config.engine.dtype.name]
         convert(checkpoint, settings.gguf, target=Target.gguf, weights=weights)
         origin = LlamaOrigin.of(checkpoint, settings, weights)
-    server = InProcessServer(start(settings))
+    server = InProcessServer(start(settings), config.engine.timeout_s)
     about = _about(LlamaServerEngine(JsonServer("http://in.process"), origin).info)
     return OwnedServer(OpenAIEngine(server, habits), about, keeps=(place,))  # pyright: ignore[reportArgumentType]
 

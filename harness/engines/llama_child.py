@@ -71,9 +71,9 @@ def start(settings: LlamaSettings) -> Any:
 
 
 def main() -> None:
-    end_with_owner()
+    out = end_with_owner()
     server = start(LlamaSettings(**json.loads(sys.argv[1])))
-    announce(server.listening_address)
+    announce(out, server.listening_address)
     while True:  # its threads do the work
         time.sleep(3600)
 

@@ -12,7 +12,7 @@ from harness.engines.server_process import announce, end_with_owner
 def main() -> None:
     """Serve the folder that the settings name; its arithmetic is in the dtype that its weights are stored in."""
     settings = json.loads(sys.argv[1])
-    end_with_owner()
+    out = end_with_owner()
     import mlx.core as mx  # pyright: ignore[reportMissingImports]
 
     mx.set_default_device(mx.cpu)  # pyright: ignore[reportArgumentType]
@@ -24,7 +24,7 @@ def main() -> None:
     sys.argv = [server.__name__, "--model", settings["folder"], "--host", "127.0.0.1", "--port", str(port)]
     sys.argv += ["--temp", "0", "--decode-concurrency", str(settings["concurrency"])]
     sys.argv += ["--prompt-concurrency", str(settings["concurrency"]), "--log-level", "ERROR"]
-    announce(f"http://127.0.0.1:{port}")
+    announce(out, f"http://127.0.0.1:{port}")
     server.main()
 
 

@@ -12,6 +12,7 @@ from harness.golden import load_golden
 from harness.golden_data import ENDED, Golden, Recorded, as_ids
 from harness.golden_folder import CANDIDATE
 from harness.pregate import prompt_mismatch
+from harness.row_ends import without_padding
 from harness.token_run import TokenRun, is_token_file, read_run
 from variants.errors import EngineError, InputError
 
@@ -31,6 +32,8 @@ class _Source:
 class ReplayEngine:
     """Recorded greedy tokens of one candidate.
 
+    ends: ids that end a row, where the golden tells; what pads a row after one is then no token.
+
     The candidate is the one that came with the golden (`our_ids.npy` of a folder of token files), or a file of tokens
     (`harness.token_run`). Of a NAME.json without one it is run 0 of the golden itself, or the named `run`; run 0 brings
     its top logprobs along. Tokens cannot show non-finite logits: `finite` is True unless a recorded logprob is not
@@ -39,8 +42,11 @@ class ReplayEngine:
 
     def __init__(self, path: str | Path, *, run: int | None = None) -> None:
         """Raises InputError when there is no candidate at `path`, or no such run."""
+        if not Path(path).exists() and Path(path).name == str(path) and Path(path).suffix:
+            raise InputError(f"engine.folder={path}: no such file")
         source = _of_file(Path(path), run) if is_token_file(Path(path)) else _of_golden(path, run)
         self._source, self._run = source, source.run
+        self.ends: frozenset[int] = frozenset()
         prompts = source.run.prompts or ()
         self._rows = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
 
@@ -48,6 +54,13 @@ class ReplayEngine:
     def prompts(self) -> tuple[tuple[int, ...], ...] | None:
         """The prompt ids that the tokens were recorded on, for the pre-gate; None where they were not recorded."""
         return self._run.prompts
+
+    def answered(self, prompts: Prompts) -> Prompts | None:
+        """The recorded prompt that answers each of these, for the pre-gate: its own row, else that in its place."""
+        recorded = self._run.prompts
+        if recorded is None or len(recorded) < len(prompts):
+            return recorded
+        return [recorded[self._rows.get(tuple(prompt), n)] for n, prompt in enumerate(prompts)]
 
     def recorded_for(self, golden: Golden) -> Recorded | None:
         """The gaps that came with the tokens, laid beside `golden`; None where none did or they are of other places."""
@@ -85,11 +98,19 @@ class ReplayEngine:
         """
         rows = [self._row(n, prompt) for n, prompt in enumerate(prompts)]
         kept = self._run.rows(len(prompts))
+        notes = self._notes(kept.shape, len(prompts), max_tokens)
         recorded = kept.shape[1]
+        if recorded < max_tokens and kept.shape == (max_tokens, len(prompts)):
+            raise InputError(f"{self._run.name}: tokens are {list(kept.shape)}, transposed: expected [prompts, tokens]")
         if not 1 <= max_tokens <= recorded:
             raise EngineError(
-                f"replay: {max_tokens} tokens asked for, {recorded} were recorded; ask for 1 to {recorded}"
+                f"replay: {max_tokens} tokens asked for, {recorded} were recorded; score them with "
+                f"max_tokens={recorded}"
             )
+        if stop_at_eos:
+            kept, padded = without_padding(kept, self.ends)
+            said = ", ".join(map(str, padded[:4])) + (", ..." if len(padded) > 4 else "")
+            notes += (f"rows {said}: what fills them after the golden's end of sequence is padding",) * bool(padded)
         self._check_eos(kept[rows], stop_at_eos)
         tokens = kept[rows, :max_tokens].copy()
         gaps = np.full(tokens.shape, np.nan)
@@ -109,7 +130,7 @@ class ReplayEngine:
             decode_s=(),
             top_ids=ids,
             top_logprobs=values,
-            notes=() if self.prompts is not None else (IN_ORDER,),
+            notes=notes,
         )
 
     def score(self, prompts: Prompts, continuations: Prompts, *, top_k: int = 20) -> Scored:
@@ -142,6 +163,14 @@ class ReplayEngine:
             forced="decode",
         )
 
+    def _notes(self, recorded: tuple[int, ...], prompts: int, tokens: int) -> tuple[str, ...]:
+        found = () if self.prompts is not None else (IN_ORDER,)
+        if self.prompts is None and recorded[0] > prompts:
+            found += (f"{recorded[0]} rows were recorded, the first {prompts} are compared",)
+        if recorded[1] > tokens:
+            found += (f"{recorded[1]} tokens a row were recorded, the first {tokens} are compared",)
+        return found
+
     def _row(self, n: int, prompt: Sequence[int]) -> int:
         if self.prompts is None:
             return n
@@ -159,7 +188,10 @@ class ReplayEngine:
         if stop_at_eos and rule == "ignored":
             raise EngineError("replay: tokens were recorded past EOS and cannot stop there; score with EOS ignored")
         if not stop_at_eos and (tokens == ENDED).any():
-            raise EngineError("replay: recorded rows end early and cannot go on past EOS; score with EOS as the stop")
+            raise EngineError(
+                "replay: recorded rows end early (-1) and the golden goes on past EOS; let the engine that made them "
+                "ignore EOS"
+            )
 
     def _check_can_score(self, top_k: int) -> None:
         if self._run.top_ids is None or self._run.top_logprobs is None:
@@ -190,7 +222,9 @@ def _of_golden(path: str | Path, run: int | None) -> _Source:
     if run is None and golden.recorded is None:
         # A folder without a candidate would otherwise be scored against itself, unasked.
         if golden.path is not None and golden.path.is_dir():
-            raise InputError(f"{path}: holds no {CANDIDATE}, the candidate's tokens; add it, or name a run")
+            notes = golden.provenance.get("import_notes", [])
+            why = next((n for n in notes if n.startswith(CANDIDATE)), f"holds no {CANDIDATE}, the candidate's tokens")
+            raise InputError(f"{path}: {why}; add it, or name a run of the golden itself (engine.run=0)")
         run = 0
     if run is not None and not 0 <= run < golden.tokens.shape[0]:
         raise InputError(f"{path}: got run {run}, expected 0 to {golden.tokens.shape[0] - 1}")

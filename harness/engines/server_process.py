@@ -1,11 +1,13 @@
 """A server that this process starts, waits for and stops; it ends when its owner does, however that happens.
 
-The child is `python -m MODULE` with its settings as one JSON word. It prints one line of JSON with its address when it
-listens, and ends when its standard input does, which the operating system closes for an owner that was killed.
+The child is `python -m MODULE` with its settings as one JSON word. It writes one line of JSON with its address when it
+listens, and ends when its standard input does, which the operating system closes for an owner that was killed. All else
+that it prints goes to a file: nobody reads a pipe after that line, and a full one would stop the server.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -34,6 +36,8 @@ class Scratch:
 
 READY_S = 120.0
 STOP_S = 10.0
+# This host's own server is asked directly, whatever proxy the environment names.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -84,7 +88,10 @@ class ServerProcess:
             raise EngineError(
                 f"the server did not start{'' if line else f' within {ready_s:g} s'}: {self._last_words()}"
             )
-        return str(json.loads(line[0])["url"])
+        try:
+            return str(json.loads(line[0])["url"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineError(f"the server did not say where it listens, but {line[0][:80]!r}") from error
 
     def _wait_healthy(self, health: str, ready_s: float) -> None:
         until = time.monotonic() + ready_s
@@ -92,7 +99,7 @@ class ServerProcess:
             if not self.alive:
                 raise EngineError(f"the server ended before it was ready: {self._last_words()}")
             try:
-                with urllib.request.urlopen(self.url + health, timeout=5):
+                with _DIRECT.open(self.url + health, timeout=5):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.05)
@@ -102,7 +109,7 @@ class ServerProcess:
         """The last line on its standard error that is an error's, else the last line."""
         if self._process.poll() is None:
             self._process.kill()
-        self._process.wait()
+        _wait(self._process)
         self._log.seek(0)
         lines = [x.strip() for x in self._log.read().decode(errors="replace").splitlines() if x.strip()]
         telling = [x for x in lines if "error" in x.lower()] or lines
@@ -117,18 +124,30 @@ def _stop(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        _wait(process)
     process.stdout.close()
     log.close()
 
 
-def announce(url: str) -> None:
-    """In the child: say where it listens."""
-    print(json.dumps({"url": url}), flush=True)
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """For a child that was killed; one that the kernel does not let go is not waited for."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
 
 
-def end_with_owner() -> None:
-    """In the child: end at once when the owner closes standard input or is gone. Returns; a thread watches."""
+def announce(out: int, url: str) -> None:
+    """In the child: say where it listens on what `end_with_owner` gave, and close it."""
+    with os.fdopen(out, "w") as owner:
+        owner.write(json.dumps({"url": url}) + "\n")
+
+
+def end_with_owner() -> int:
+    """In the child, first of all: end at once when the owner closes standard input or is gone; a thread watches.
+
+    Returns the descriptor to announce on; from here on standard output is standard error.
+    """
+    out = os.dup(1)
+    os.dup2(2, 1)
 
     def watch() -> None:
         while os.read(0, 1):  # not sys.stdin, whose lock would outlive the interpreter
@@ -136,3 +155,4 @@ def end_with_owner() -> None:
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
+    return out
