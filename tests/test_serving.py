@@ -109,6 +109,16 @@ def test_a_stop_ends_the_answer_before_it(client: Client) -> None:
     assert client.said(TEXT, max_tokens=12, stop="never said")["text"] == text
 
 
+def test_an_end_token_ends_the_answer() -> None:
+    """It is the last of the ids and counts as one; ignore_eos goes on past it."""
+    with serving() as beside, Client(beside.url) as client:
+        ids = client.said(TEXT, max_tokens=5, return_token_ids=True)["token_ids"]
+        beside.service.stop = frozenset({ids[2]})
+        said = client.said(TEXT, max_tokens=5, return_token_ids=True)
+        assert (said["token_ids"], said["finish_reason"]) == (ids[:3], "stop")
+        assert client.said(TEXT, max_tokens=5, ignore_eos=True, return_token_ids=True)["token_ids"] == ids
+
+
 def test_sampling_depends_on_the_seed_alone(client: Client) -> None:
     """A seed repeats its answer beside others and alone; the choices of one prompt differ; the first is that of n=1."""
     how = {"temperature": 1.5, "top_p": 0.9, "seed": 7, "max_tokens": 6}

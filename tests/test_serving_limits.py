@@ -94,6 +94,18 @@ def test_a_client_that_leaves_frees_its_slot(server: Beside, stream: bool, reset
     assert server.service.desk.finished == {"cancelled": 2}
 
 
+def test_answers_that_wait_are_cancelled_too() -> None:
+    """More than there are slots: those that run and those that wait own nothing once their client has gone."""
+    with serving(queue=16) as beside:
+        with connect(beside) as client:
+            client.sendall(post({**LONG, "n": 12}))
+            until(
+                lambda: (beside.service.desk.engine.stats.running, beside.service.desk.engine.stats.waiting) == (8, 4)
+            )
+        until(lambda: idle(beside))
+        assert beside.service.desk.finished == {"cancelled": 12}
+
+
 def test_who_comes_when_all_is_full_is_told_when_to_come_back(server: Beside) -> None:
     """429 with Retry-After; a request that could never fit is a 400; when there is room again all is well."""
     with connect(server) as busy, Client(server.url) as client:
