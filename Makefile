@@ -15,7 +15,7 @@ THREADS ?= 1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv gate test test-slow lint format clean
+.PHONY: help venv gate test test-slow lint format figures clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -46,6 +46,9 @@ lint: $(STAMP) ## ruff (lint and format) and pyright
 format: $(STAMP) ## Put imports and layout in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+figures: $(STAMP) ## The pictures of docs/ again; needs chromium
+	$(BIN)/python docs/figures.py
 
 clean: ## Remove the environment and what tools left; the ledger stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -56,6 +56,7 @@ def run(config: Settings, flags: Flags) -> int:
     if "record" in flags.values:
         path = baseline.write(folder, name, baseline_of(_runs(config, flags)))
         print(f"{path} written; commit it", file=sys.stderr)
+        flags.results.append((config, path))
         return 0
     ab = "ab" in flags.values
     stored, edited = baseline.read(folder, name, base=config.base, needed=not ab)
@@ -71,9 +72,11 @@ def run(config: Settings, flags: Flags) -> int:
 
 def report(flags: Flags) -> None:
     """One table of all arms with every finding, to stdout and to the files that were asked for."""
-    if not flags.results:
+    checked = [one for _, one in flags.results if isinstance(one, Checked)]
+    if not checked:
+        if flags.json:
+            print(json.dumps([{"recorded": str(path)} for _, path in flags.results]))
         return
-    checked = [one for _, one in flags.results]
     config: Settings = flags.results[0][0]
     text = ci_report.markdown(checked)
     if config.junit:

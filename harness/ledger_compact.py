@@ -48,7 +48,7 @@ def table(root: Path, columns: Sequence[str] | None = None) -> tuple["pa.Table",
 
     names, crashed = _names(root)
     old = _stored(root, names, columns)
-    fresh = names - set(old.column("file").to_pylist()) if old.num_rows else names
+    fresh = names - set(old.column("file").to_pylist()) if old.num_rows < len(names) else set()  # all of it is there
     if old.num_rows and not fresh and not crashed:  # then pandas, which is slow to import, is not needed
         return old, ()
     new, unreadable = _fresh(root, sorted(fresh))

@@ -82,7 +82,7 @@ def _checked(pack: Callable, unpack: Callable, value: Any) -> Any:
     return _remembered(pack, unpack, json.dumps(value))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _remembered(pack: Callable, unpack: Callable, text: str) -> Any:
     """The same of a value's JSON: a sweep writes the same recipe for every golden. Nobody may change what it gives."""
     value = json.loads(text)

@@ -186,7 +186,8 @@ def test_the_command_records_passes_and_fails(tmp_path: Path, capsys: Captured, 
     """--record makes a baseline; the same run passes, one with another axis fails with position and reason."""
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "step.md"))
     own = [f"baseline={tmp_path / 'base'}", "base=none", f"results={tmp_path}", "speed=0.99", "memory=0.9"]
-    assert main(["regress", *SMALL, *own, "--record"]) == 0
+    assert main(["regress", *SMALL, *own, "--record", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"recorded": str(tmp_path / "base" / "f32-gate.json")}]
     assert main(["regress", *SMALL, *own]) == 0
     assert "none" in (tmp_path / "step.md").read_text()
     (recorded,) = (tmp_path / "base").iterdir()
