@@ -223,8 +223,8 @@ def _of_golden(path: str | Path, run: int | None) -> _Source:
         # A folder without a candidate would otherwise be scored against itself, unasked.
         if golden.path is not None and golden.path.is_dir():
             notes = golden.provenance.get("import_notes", [])
-            why = next((n for n in notes if n.startswith(CANDIDATE)), f"holds no {CANDIDATE}, the candidate's tokens")
-            raise InputError(f"{path}: {why}; add it, or name a run of the golden itself (engine.run=0)")
+            absent = f"holds no {CANDIDATE}, the candidate's tokens; add it, or name a run of the golden (engine.run=0)"
+            raise InputError(f"{path}: {next((n for n in notes if n.startswith(CANDIDATE)), absent)}")
         run = 0
     if run is not None and not 0 <= run < golden.tokens.shape[0]:
         raise InputError(f"{path}: got run {run}, expected 0 to {golden.tokens.shape[0] - 1}")
