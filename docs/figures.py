@@ -2,7 +2,7 @@
 
     make figures        needs chromium, and a minute or two
 
-The report is of the ledger that is shipped and of a verdict on three of its variants, made here and kept nowhere.
+The report is of the ledger that is shipped and of a verdict on two of its variants, made here and kept nowhere.
 """
 
 import base64
@@ -20,7 +20,7 @@ from PIL import Image
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-JUDGED = ("bf16_stream", "incremental_chunk", "transformers_mirror")
+JUDGED = ("bf16_stream", "incremental_chunk")
 NOTEBOOKS = {"near_ties": 0, "your_engine": 0}  # which of a notebook's figures is its key one
 WIDTH, TALL = 640, 1180
 MOST_BYTES = 40_000
@@ -40,7 +40,7 @@ def main() -> int:
 def _report(folder: Path) -> Image.Image:
     """The upper part of the page, as a browser shows it."""
     shutil.copytree(ROOT / "results" / "ledger", folder / "ledger")
-    _neartie("verdict", "-m", f"variant={','.join(JUDGED)}", "device.threads=1", "members=4", f"results={folder}")
+    _neartie("verdict", "-m", f"variant={','.join(JUDGED)}", "device.threads=1", f"results={folder}")
     page, shot = folder / "page.html", folder / "page.png"
     _neartie("report", f"results={folder}", f"variants=[{','.join(JUDGED)}]", f"out={page}")
     argv = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]

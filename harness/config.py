@@ -228,21 +228,35 @@ class EngineChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceChoice:
-    """Where a run happens; `threads` is torch's intra-op threads on the host, 0 for what torch chooses."""
+    """Where a run happens; `threads` is torch's intra-op threads on the host, 0 for what torch chooses.
+
+    pipeline: the layers lie over so many devices from `index` on, in turn.
+    """
 
     kind: DeviceKind = DeviceKind.cpu
     index: int = 0
     threads: int = 0
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
         _refuse(self.index != 0 and self.kind is DeviceKind.cpu, f"device.index={self.index}", "the cpu has no index")
         _refuse(self.index < 0, f"device.index={self.index}", "it must be 0 or more")
+        _refuse(self.pipeline < 1, f"device.pipeline={self.pipeline}", "it must be 1 or more")
+        several = self.pipeline > 1 and self.kind is DeviceKind.cpu
+        _refuse(several, f"device.pipeline={self.pipeline}", "the cpu is one device")
         _refuse(self.threads < 0, f"device.threads={self.threads}", "it must be 0 (torch chooses) or more")
 
     @property
     def torch_name(self) -> str:
         """The name that torch.device takes: `cpu` or `cuda:1`."""
-        return self.kind.value if self.kind is DeviceKind.cpu else f"cuda:{self.index}"
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every device of the run, as torch names it."""
+        if self.kind is DeviceKind.cpu:
+            return (self.kind.value,)
+        return tuple(f"cuda:{self.index + i}" for i in range(self.pipeline))
 
 
 @dataclass(frozen=True, kw_only=True)

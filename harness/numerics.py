@@ -15,8 +15,8 @@ def check_device(device: DeviceChoice) -> None:
     import torch
 
     there = torch.cuda.device_count()
-    if device.kind is DeviceKind.cuda and device.index >= there:
-        raise DeviceError(f"device {device.torch_name} is not there: torch sees {there} CUDA devices; use device=cpu")
+    if device.kind is DeviceKind.cuda and device.index + device.pipeline > there:
+        raise DeviceError(f"device {device.names[-1]} is not there: torch sees {there} CUDA devices; use device=cpu")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The rows of one step: which slots, positions and pages they are, made once and read by every layer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -34,6 +34,12 @@ class Batch:
     def end(self) -> int:
         """Keys that the longest row has after this step."""
         return max(s + n for s, n in zip(self.starts, self.lengths, strict=True))
+
+    def to(self, device: str) -> "Batch":
+        """The same rows for layers that lie on another device."""
+        index = self.index if isinstance(self.index, slice) else self.index.to(device)
+        real = None if self.real is None else self.real.to(device)
+        return replace(self, index=index, positions=self.positions.to(device), real=real)
 
     @cached_property
     def block_table(self) -> Tensor:

@@ -15,24 +15,32 @@ from variants.checkpoint_file import DTYPES, INDEX_NAME, SINGLE_NAME
 from variants.checkpoint_names import EMBEDDING, HEAD
 from variants.errors import UsageError
 from variants.model_config import LayerKind, ModelConfig
+from variants.placement import Placement, one
 from variants.side_by_side import allocated
 
 
 def random_checkpoint(
-    config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
+    config: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    placement: Placement | None = None,
 ) -> Checkpoint:
     """Draw every tensor of a model: A_log, dt_bias and the correction bias in float32, all others in `dtype`.
 
     Each tensor has a seed of its own, made of `seed` and its name, so it does not depend on the others; it does depend
     on the device's generator. `sha256` therefore names the procedure (geometry, seed, dtype, device, torch), not the
-    bytes.
+    bytes. placement: several devices of one kind, each tensor drawn where it lies.
     """
-    device = torch.device(device)
-    generator = torch.Generator("cpu" if device.type == "meta" else device)
-    tensors = allocated(config, dtype, device)
+    placement = placement or one(str(device))
+    device = torch.device(placement.devices[0])
+    homes = {d: torch.Generator("cpu" if device.type == "meta" else d) for d in placement.devices}
+    tensors = allocated(config, dtype, placement)
     for name, tensor in tensors.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
+        generator = homes[placement.of(name)]
         generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little"))
         tensors[name] = _draw(name, tensor, config=config, generator=generator)
     procedure = f"random {config!r} seed={seed} {dtype} {device.type} torch={torch.__version__}"

@@ -12,6 +12,7 @@ from variants.binding import Binder
 from variants.layers import KdaBlock, MlaBlock, Norm, Residual
 from variants.mlp_layers import DenseBlock, MoeBlock
 from variants.model_config import LayerKind, ModelConfig
+from variants.placement import current
 from variants.recipe import Recipe
 from variants.rounding import NoProbe, Probe, Step
 from variants.state import State
@@ -46,6 +47,7 @@ class Phase:
         self.embedding = b.weights.get("model.embed_tokens.weight", b.on(-1).rule("embed").accum)
         self.embed = b.on(-1).at("embed")
         self.layers = [Layer(b.on(i)) for i in range(config.num_layers)]
+        self.stages = b.weights.casts.placement.stages(config.num_layers)
         head = b.on(config.num_layers)
         self.final_norm = Norm(head, "final_norm", "model.norm.weight", config.rms_norm_eps)
         self.head_in = head.at("lm_head_in")
@@ -54,13 +56,31 @@ class Phase:
 
     def __call__(self, tokens: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
         """Residual stream after the last layer, as stored and unrounded: tokens [B, T] -> two of [B, T, D]."""
+        if len(self.stages) > 1:
+            return self._in_stages(tokens, batch, state)
         h = self.embed(self.embedding[tokens])
         unrounded = h
         for layer in self.layers:
             h, unrounded = layer(h, unrounded, batch, state)
         return h, unrounded
 
+    def _in_stages(self, tokens: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
+        """The same over several devices: the stream is moved where a stage ends, and nothing is computed otherwise."""
+        h = self.embed(self.embedding[tokens.to(self.embedding.device)])
+        unrounded = h
+        for device, layers in self.stages:
+            same = unrounded is h
+            h = h.to(device)
+            unrounded, here = h if same else unrounded.to(device), batch.to(device)
+            with current(device):
+                for i in layers:
+                    h, unrounded = self.layers[i](h, unrounded, here, state)
+        return h, unrounded
+
     def logits(self, h: Tensor, unrounded: Tensor) -> Tensor:
+        if len(self.stages) > 1:
+            with current(self.stages[-1][0]):
+                return self.head(self.head_in(self.final_norm(h, unrounded)))
         return self.head(self.head_in(self.final_norm(h, unrounded)))
 
 
@@ -86,6 +106,7 @@ class Model:
             device=self.device,
             block_size=block,
             pages=pages,
+            placement=self.weights.casts.placement,
         )
 
     @torch.inference_mode()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from variants.checkpoint_names import EMBEDDING, HEAD, expected_tensors, is_float32_parameter
 from variants.model_config import ModelConfig
+from variants.placement import Placement
 
 # leaves of a layer that belong together, in the order in which they lie
 _ATTENTION = (
@@ -73,13 +74,13 @@ def _together(config: ModelConfig) -> list[tuple[str, ...]]:
     return found
 
 
-def allocated(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Uninitialised tensors of a model, float32 where the release has it, groups side by side; a tied head shared."""
+def allocated(config: ModelConfig, dtype: torch.dtype, placement: Placement) -> dict[str, Tensor]:
+    """Uninitialised tensors of a model where they are placed, float32 where the release has it, groups side by side."""
     shapes, out = expected_tensors(config), {}
     for names in groups(config):
         kind = torch.float32 if is_float32_parameter(names[0]) else dtype
         rows = [shapes[n][0] for n in names]
-        whole = torch.empty(sum(rows), *shapes[names[0]][1:], dtype=kind, device=device)
+        whole = torch.empty(sum(rows), *shapes[names[0]][1:], dtype=kind, device=placement.of(names[0]))
         out |= dict(zip(names, whole.split(rows), strict=True))
     if config.tie_word_embeddings:
         out[HEAD] = out[EMBEDDING]

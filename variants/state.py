@@ -14,6 +14,7 @@ from variants.batch import NOBODY, Batch
 from variants.dtypes import DType, widest
 from variants.errors import UsageError
 from variants.model_config import LayerKind, ModelConfig
+from variants.placement import Placement
 from variants.recipe import Recipe, Rule
 
 SLOTTED, PAGED = ("conv", "recurrent"), ("latent", "keys", "values")
@@ -45,6 +46,7 @@ class State:
         device: str = "cpu",
         block_size: int | None = None,
         pages: int | None = None,
+        placement: Placement | None = None,
     ) -> None:
         if slots < 1 or max_len < 1:
             raise UsageError(f"state needs at least one slot and one position, got slots={slots}, max_len={max_len}")
@@ -61,10 +63,11 @@ class State:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         for layer, kind in enumerate(config.layer_kinds):
+            home = device if placement is None else placement.at(layer)
             if kind is LayerKind.kda:
-                self._add_kda(config, recipe, layer, slots + self.paged, device)
+                self._add_kda(config, recipe, layer, slots + self.paged, home)
             else:
-                self._add_mla(config, recipe, layer, self.pages + self.paged, device)
+                self._add_mla(config, recipe, layer, self.pages + self.paged, home)
 
     def _add_kda(self, c: ModelConfig, recipe: Recipe, layer: int, slots: int, device: str) -> None:
         channels = c.kda_num_heads * (2 * c.kda_head_dim + c.kda_v_head_dim)

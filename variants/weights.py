@@ -6,6 +6,7 @@ from torch import Tensor
 
 from variants.checkpoint import Checkpoint
 from variants.dtypes import DType, dtype_of, round_to, store_as, widest
+from variants.placement import Placement, one
 from variants.recipe import Semantics
 from variants.side_by_side import joined, stacked
 
@@ -13,11 +14,15 @@ Patch = Callable[[str, Tensor], Tensor]
 
 
 class Casts:
-    """A checkpoint's tensors in the dtypes that were asked for, each made once and kept until `drop`."""
+    """A checkpoint's tensors in the dtypes that were asked for, each made once and kept until `drop`.
 
-    def __init__(self, checkpoint: Checkpoint, *, device: str = "cpu") -> None:
+    placement: where layers lie on several devices; `device` is then the first of them, which takes the tokens.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, device: str = "cpu", placement: Placement | None = None) -> None:
         self.checkpoint = checkpoint
-        self.device = device
+        self.placement = placement or one(device)
+        self.device = self.placement.devices[0]
         self._made: dict[tuple[object, ...], Tensor] = {}
 
     def cast(self, names: tuple[str, ...], dtype: DType, through: tuple[DType, ...] = ()) -> Tensor:
@@ -31,7 +36,8 @@ class Casts:
         through = tuple(f for f in through if f.precision < stored.precision)
         key = (names, dtype, through)
         if key not in self._made:
-            parts = [store_as(_rounded(t.to(self.device), through), dtype) for t in tensors]
+            home = self.placement.of(names[0])
+            parts = [store_as(_rounded(t.to(home), through), dtype) for t in tensors]
             self._made[key] = joined(parts)
         return self._made[key]
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config import DeviceChoice, WeightsFrom
+from harness.config import DeviceChoice
 from harness.engines import paged_rows
-from harness.engines.assets import checkpoint_folder, geometry
 from harness.engines.compiling import Compiling
+from harness.engines.loaded import casts_of, shared_casts
 from harness.engines.logits import ScoreTable
 from harness.engines.prompt_text import tokenizer_class
 from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
@@ -25,8 +24,6 @@ from harness.observe import Observed, observe
 from harness.progress import tracked
 from variants import decode
 from variants.axes import Execution, Graph, Variant
-from variants.checkpoint import load_checkpoint, load_config
-from variants.checkpoint_write import random_checkpoint
 from variants.errors import DeviceError, EngineError, InputError, UsageError
 from variants.kernels import check_environment
 from variants.model import Model
@@ -37,6 +34,8 @@ from variants.weights import Casts, Patch, Weights
 
 if TYPE_CHECKING:
     from harness.config import Config
+
+__all__ = ["LocalEngine", "casts_of", "forced_logits", "shared_casts"]
 
 
 class LocalEngine:
@@ -49,6 +48,8 @@ class LocalEngine:
         self.recipe = resolve(variant, casts.checkpoint.config)
         if self.recipe.tf32 and casts.device == "cpu":
             raise UsageError("variant: tf32=true has no effect on the cpu; remove it or run on cuda")
+        if self.recipe.execution.fused and len(casts.placement.devices) > 1:
+            raise UsageError("execution.fused=true: a fused step is on one device; set device.pipeline=1")
         if self.recipe.execution.graph is Graph.cuda and casts.device == "cpu":
             raise DeviceError(
                 "execution.graph=cuda needs a CUDA device, got cpu: set device=cuda, or variant.execution.graph=off"
@@ -281,23 +282,3 @@ def _refuse_flat_output(o: Output) -> None:
 
 def _numpy(x: Tensor) -> np.ndarray:
     return x.double().cpu().numpy()
-
-
-def casts_of(config: Config) -> Casts:
-    """The weights that a run is on, in memory once in a process."""
-    device = config.device.torch_name
-    if config.model.weights is WeightsFrom.random:
-        return random_casts(str(geometry(config.model.path)), config.seed, device)
-    return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, device)
-
-
-@lru_cache(maxsize=1)
-def random_casts(path: str, seed: int, device: str) -> Casts:
-    """Weights of a geometry drawn on a device, once in a process."""
-    return Casts(random_checkpoint(load_config(path), seed=seed, device=device), device=device)
-
-
-@lru_cache(maxsize=1)
-def shared_casts(folder: str, sha256: str | None, device: str) -> Casts:
-    """The checkpoint of a folder on a device, loaded once in a process; the last one is kept."""
-    return Casts(load_checkpoint(folder, expect_sha256=sha256), device=device)
