@@ -37,7 +37,7 @@ from variants.recipe import resolve
 
 SHIPPED = PUBLISHED.parent / "ledger"
 DEFAULT = "f64_islands"  # what a Config holds where no variant was named
-BESIDE = ("transformers_mirror", "f32", "oracle", "bf16_engine", "bf16_engine_triton", "fla_kda")
+BESIDE = ("transformers_mirror", "f32", "oracle", "bf16_engine", "bf16_engine_triton", "fla_kda", "vllm_mirror")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,7 @@ RUN: tuple[Command, ...] = (
         name="ladder-to-vllm",
         summary="from f32 to the engine, one rounding point at a time",
         module="experiments.ladder_to_vllm",
-        usage="neartie ladder-to-vllm [target=bf16_engine] [start=f32] [golden=G] ...",
+        usage="neartie ladder-to-vllm [target=vllm_mirror] [start=f32] [golden=G] ...",
         text=(
             "Each group of the target's rounding points, with those before it and alone:\n"
             "median logprob distance to the golden's engine, tokens that agree forced and\n"

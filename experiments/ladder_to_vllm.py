@@ -24,7 +24,7 @@ HEADER = ("point", "set", "median nats", "forced", "free", "expected (95 %)", "f
 class Settings(Config):
     """target: the variant whose rounding points are turned on. start: where the walk begins. members: noisy runs."""
 
-    target: str = "bf16_engine"
+    target: str = "vllm_mirror"
     start: str = "f32"
     members: int = 8
 

@@ -257,7 +257,7 @@ def _rounds_inside(recipe: Recipe, sites: Sequence[str]) -> bool:
 
 
 def _plain(key: str, rule: Rule, keep: Mapping[str, bool]) -> Rule:
-    rule = replace(rule, algorithm=rule.algorithm.removesuffix("_rows"), impl="torch")
+    rule = replace(rule, algorithm=rule.algorithm.removesuffix("_rows"), impl="torch", inside="")
     if keep.get(rule.algorithm, False):
         return rule.without_form()
     if key.startswith("kda_core."):

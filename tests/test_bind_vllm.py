@@ -13,6 +13,7 @@ from tiny import ODD, build, casts, forced, prompt, ragged, relative
 
 from harness.compose import named_variant
 from harness.observe import contradictions, observe
+from harness.rounding_noise import twin
 from variants.axes import (
     Execution,
     Impl,
@@ -27,9 +28,11 @@ from variants.axes import (
 )
 from variants.dtypes import DType
 from variants.errors import DeviceError, UsageError
+from variants.model import Model
 from variants.ops import kda, mla, norm, vllm_kda, vllm_load, vllm_mla, vllm_norm
 from variants.ops.linear import gemm, gemm_flat
-from variants.recipe import resolve
+from variants.recipe import Recipe, resolve
+from variants.weights import Weights
 
 EXACT, FLASH = named_variant("vllm_exact"), named_variant("vllm_exact_flash")
 # Two orders of sums in bf16 products and cores: a few roundings of 2^-9 each, over values of one size.
@@ -221,6 +224,20 @@ def test_raised_recipe_leaves_the_kernels() -> None:
     """vLLM's kernels have bf16 alone: the same recipe in float32 or float64 is torch's, so ladder and oracle run."""
     for dtype in (DType.f32, DType.f64):
         assert resolve(EXACT, ODD).at_precision(dtype).implementations == {"torch"}
+
+
+@pytest.mark.parametrize("variant", [EXACT, FLASH, named_variant("vllm_mirror")], ids=["triton", "flash", "mirror"])
+def test_the_twin_in_float64_is_torchs_alone(variant: Variant) -> None:
+    """It swallows no site, cuts nothing to TF32, and is the same function as the twin of those roundings by torch."""
+    made, prompts, tokens = casts(), [prompt(9), prompt(3)], [prompt(2, seed=9), prompt(2)]
+    recipe = twin(resolve(variant, ODD))
+    assert recipe.implementations == {"torch"}
+    assert not any(r.inside or dict(r.options).get("form") for r in recipe.rules.values())
+
+    def run(r: Recipe) -> torch.Tensor:
+        return forced(Model(ODD, r, Weights(made, r.semantics)), prompts, tokens)
+
+    assert relative(run(recipe), run(twin(resolve(by_torch(variant), ODD)))) < 1e-12
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.triton_case import F32_BOUND, agrees, draw
 from variants.errors import UsageError
 from variants.ops import norm
-from variants.ops.norm_triton import MAX_WIDTH, NormRule, add_rms_norm, gated_rms_norm, rms_norm
+from variants.ops.norm_triton import MAX_WIDTH, NormRule, gated_rms_norm, rms_norm
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -42,22 +42,6 @@ def test_two_roundings_are_before_and_after_the_weight() -> None:
     exact = norm.rms_norm(x.double(), weight.double(), EPS)
     assert not rounded_once(twice, exact)
     assert rounded_once(rms_norm(x, weight, EPS, rule=NormRule(out_dtype=BF16)), exact)
-
-
-@pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_add_rms_norm_takes_the_variance_of_the_sum_it_is_told(width: int, stored: bool) -> None:
-    """The new residual is the rounded sum, and the norm is of that or of the sum before its store, never the other."""
-    x, residual, weight = draw(3, width, seed=1, dtype=BF16), draw(3, width, seed=2, dtype=BF16), draw(width, seed=3)
-    before = residual.clone()
-    out, total = add_rms_norm(x, residual, weight, EPS, rule=NormRule(stored=stored))
-    wide = x.double() + residual.double()
-    assert torch.equal(total, (x.float() + residual.float()).to(BF16))
-    assert torch.equal(residual, before)
-    seen, other = (total.double(), wide) if stored else (wide, total.double())
-    assert agrees(out, norm.rms_norm(seen, weight.double(), EPS), F32_BOUND)
-    if width > 1:  # of one element, the norm is its sign
-        assert not agrees(out, norm.rms_norm(other, weight.double(), EPS), F32_BOUND)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -274,7 +274,10 @@ class ParamAxes:
 
 @dataclass(frozen=True, kw_only=True)
 class ImplAxes:
-    """The implementation of each operation; `variants.kernels.KERNELS` says which there are."""
+    """The implementation of each operation; `variants.kernels.KERNELS` says which there are.
+
+    `router`: triton has its product alone, and choice and weights stay torch's; vllm has all of it.
+    """
 
     kda: Impl = Impl.torch
     mla: Impl = Impl.torch

@@ -1,7 +1,8 @@
-"""RMSNorm as Triton kernels: plain, after a residual add with either order of variance and store, and gated.
+"""RMSNorm as Triton kernels: plain and gated.
 
-The references are `variants.ops.norm.rms_norm` and `gated_rms_norm`. All arithmetic is float32 with one rounding at the
-end, or two where `twice` is asked for. One program takes one row whatever the number of rows (batch-invariant).
+The references are `variants.ops.norm.rms_norm` and `gated_rms_norm`. The residual add is no part of them: its sum is a
+site of its own, which probes see and change before the norm reads it. All arithmetic is float32 with one rounding at
+the end, or two where `twice` is asked for. One program takes one row whatever the number of rows (batch-invariant).
 """
 # The language inside the kernels is Triton's, whose constants and launch options are not Python's to check.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -21,15 +22,10 @@ MAX_WIDTH = 16384
 
 @dataclass(frozen=True)
 class NormRule:
-    """How a norm rounds: `out_dtype` once at the end; `twice`: also before the weight, whose product is rounded again.
-
-    stored: the variance is of the sum as it was stored in the residual's dtype, and so is the value that is
-    normalised; otherwise both are of the float32 sum before the store. Only `add_rms_norm` reads it.
-    """
+    """How a norm rounds: to `out_dtype` once at the end; `twice`: also before the weight."""
 
     out_dtype: torch.dtype = torch.float32
     twice: bool = False
-    stored: bool = True
 
 
 PLAIN = NormRule()
@@ -40,24 +36,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, rule: NormRule = PLAIN) -
     require("rms norm", x=x, weight=weight)
     expect("rms norm", {"weight": (weight, (_width(x),))})
     out = torch.empty(x.shape, dtype=rule.out_dtype, device=x.device)
-    _launch(x, x, weight, (x, out), eps, rule, add=False)
+    width = x.shape[-1]
+    _norm_kernel[(x.numel() // width,)](
+        x.contiguous(), weight.contiguous(), out, eps, D=width, BD=block(width), TWICE=rule.twice,
+        OUT=format_of(rule.out_dtype), num_warps=_warps(width),
+    )  # fmt: skip
     return out
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, rule: NormRule = PLAIN
-) -> tuple[Tensor, Tensor]:
-    """The residual add and the norm of its sum: x, residual [..., D] -> (normed [..., D], the new residual).
-
-    The sum is taken in float32 and stored in the residual's dtype (ties_to_even); `rule.stored` says which of the two
-    the norm sees. Neither input is changed.
-    """
-    require("add rms norm", x=x, residual=residual, weight=weight)
-    expect("add rms norm", {"weight": (weight, (_width(x),)), "residual": (residual, tuple(x.shape))})
-    out = torch.empty(x.shape, dtype=rule.out_dtype, device=x.device)
-    total = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    _launch(x, residual, weight, (total, out), eps, rule, add=True)
-    return out, total
 
 
 def gated_rms_norm(
@@ -86,39 +70,14 @@ def _warps(width: int) -> int:
     return min(8, max(1, block(width) // 512))
 
 
-def _launch(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    outputs: tuple[Tensor, Tensor],
-    eps: float,
-    rule: NormRule,
-    *,
-    add: bool,
-) -> None:
-    width = x.shape[-1]
-    _norm_kernel[(x.numel() // width,)](
-        x.contiguous(), residual.contiguous(), weight.contiguous(), *outputs, eps,
-        D=width, BD=block(width), ADD=add, STORED=rule.stored, TWICE=rule.twice,
-        TOTAL=format_of(residual.dtype), OUT=format_of(rule.out_dtype), num_warps=_warps(width),
-    )  # fmt: skip
-
-
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, total, out, eps, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
-    STORED: tl.constexpr, TWICE: tl.constexpr, TOTAL: tl.constexpr, OUT: tl.constexpr,
+    x, weight, out, eps, D: tl.constexpr, BD: tl.constexpr, TWICE: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     at, cols = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BD)
     mask = cols < D
     y = tl.load(x + at + cols, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        y += tl.load(residual + at + cols, mask=mask, other=0.0).to(tl.float32)
-        kept = narrow(y, TOTAL)
-        tl.store(total + at + cols, kept, mask=mask)
-        if STORED:
-            y = kept.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / D + eps)
     if TWICE:
         y = narrow(y, OUT).to(tl.float32)
