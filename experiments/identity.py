@@ -126,7 +126,7 @@ def report(flags: Flags) -> None:
     print(text_table(COLUMNS, [_cells(r) for r in rows]))
     print("tokens and bits (all logprobs too) equal to the library's; furthest: of a logprob, nats, on one prefix")
     for row in rows:
-        if row["tokens"] != row["total"]:
+        if row["bits"] != row["total"]:
             print(
                 f"{row['golden']}, {row['arm']}: {row['reason']}; bits follow the rows at {', '.join(row['follows'])}"
             )
