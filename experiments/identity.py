@@ -3,10 +3,12 @@
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiments.gate import announced
 from experiments.words import Flags
 from harness import strict_json
+from harness.agreement import Agreement
 from harness.config import Config, EngineKind
 from harness.engines.assets import checkpoint_folder
 from harness.engines.local import LocalEngine, shared_casts
@@ -19,6 +21,9 @@ from harness.score import score
 from harness.text_table import text_table
 from variants.axes import Execution, Variant
 from variants.errors import DeviceError, UsageError
+
+if TYPE_CHECKING:
+    from harness.serving.identity import Comparison
 
 NOT_IDENTICAL = 1
 COLUMNS = ("golden", "sums", "arm", "tokens", "bits", "furthest", "verdict", "s")
@@ -75,30 +80,41 @@ def _arms(config: Settings, flags: Flags, golden: Golden, variant: Variant) -> l
         lambda: identity.server(paged, golden, at_once=1, others=0, folder=unfinished),
         lambda: identity.server(paged, golden, at_once=many, others=config.others, folder=unfinished),
     )
-    kept = "batch_invariant" if variant.batch_invariant else "by batch"
     reference, rows = None, []
-    for way in ways:
+    for engine, way in zip((alone, paged, paged, paged), ways, strict=True):
         with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "identity")) as row:
             row.add({"golden": golden.name, "environment": environment(device=config.device.torch_name)})
-            row.add({"golden_hash": golden.hash, "battery_hash": golden.battery_hash, "bar": golden.bar.name})
             with policy(config.device, tf32=variant.tf32, reduced_sums=variant.reduced_sums):
                 arm = way()
             reference = reference or arm
             found = identity.compare(reference, arm, golden)
-            engine = alone if arm is reference else paged
-            agreed = score(golden, arm.generation).record()
-            row.add({"variant_hash": engine.recipe.hash, "recipe": {"declared": engine.recipe.as_dict()}})
-            row.add({"model_hash": engine.info.model_sha256, "verdict": {"class": found.verdict}})
-            row.finish(
-                {
-                    "agreement": {k: agreed[k] for k in ("matched", "total", "exact_prompts", "prompts")},
-                    "detail": {"identity": asdict(found) | {"batch_invariant": variant.batch_invariant}},
-                }
-            )
-        dependent = paged.recipe.as_dict()["batch_dependent"]
-        rows.append({"golden": golden.name, "sums": kept, "tokens": found.equal} | asdict(found))
-        rows[-1] |= {"follows": sorted(dependent) if isinstance(dependent, dict) else []}
+            row.finish(_record(engine, golden, found, score(golden, arm.generation)))
+        rows.append(_shown(paged, golden, found))
     return rows
+
+
+def _record(engine: LocalEngine, golden: Golden, found: "Comparison", agreed: Agreement) -> dict[str, object]:
+    """What a row keeps of an arm: its recipe, the golden, its agreement with both."""
+    counts = agreed.record()
+    return {
+        "golden_hash": golden.hash,
+        "battery_hash": golden.battery_hash,
+        "bar": golden.bar.name,
+        "model_hash": engine.info.model_sha256,
+        "variant_hash": engine.recipe.hash,
+        "recipe": {"declared": engine.recipe.as_dict()},
+        "agreement": {k: counts[k] for k in ("matched", "total", "exact_prompts", "prompts")},
+        "verdict": {"class": found.verdict, "reason": found.reason},
+        "detail": {"identity": asdict(found) | {"batch_invariant": engine.variant.batch_invariant}},
+    }
+
+
+def _shown(paged: LocalEngine, golden: Golden, found: "Comparison") -> dict[str, object]:
+    """A line of the table, with the algorithms whose bits may follow the batch."""
+    follows = paged.recipe.as_dict()["batch_dependent"]
+    assert isinstance(follows, dict)
+    sums = "batch_invariant" if paged.variant.batch_invariant else "by batch"
+    return {"golden": golden.name, "sums": sums, "tokens": found.equal, "follows": sorted(follows)} | asdict(found)
 
 
 def report(flags: Flags) -> None:
@@ -110,7 +126,7 @@ def report(flags: Flags) -> None:
     print(text_table(COLUMNS, [_cells(r) for r in rows]))
     print("tokens and bits (all logprobs too) equal to the library's; furthest: of a logprob, nats, on one prefix")
     for row in rows:
-        if row["tokens"] != row["total"]:
+        if row["bits"] != row["total"]:
             print(
                 f"{row['golden']}, {row['arm']}: {row['reason']}; bits follow the rows at {', '.join(row['follows'])}"
             )

@@ -55,6 +55,19 @@ def _routes(service: Service, metrics: Metrics) -> APIRouter:
         asked = parse(ChatRequest, await read_body(request, service.limits, service.inbox))
         return await (await admission.chat(service, asked)).answer(request)
 
+    _add_reading(service, metrics, router)
+
+    @open_.get("/health", responses=refusals(service, 503))
+    async def health() -> Response:
+        """200 while requests are taken."""
+        service.desk.check_open()
+        return answer_json({"status": "ok"})
+
+    open_.include_router(router)
+    return open_
+
+
+def _add_reading(service: Service, metrics: Metrics, router: APIRouter) -> None:
     @router.get("/v1/models", responses=refusals(service, 401))
     async def models() -> Response:
         """The one model that is served."""
@@ -70,15 +83,6 @@ def _routes(service: Service, metrics: Metrics) -> APIRouter:
     async def measured() -> Response:
         """Prometheus metrics."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @open_.get("/health", responses=refusals(service, 503))
-    async def health() -> Response:
-        """200 while requests are taken."""
-        service.desk.check_open()
-        return answer_json({"status": "ok"})
-
-    open_.include_router(router)
-    return open_
 
 
 def _model(service: Service) -> dict[str, Any]:
