@@ -62,7 +62,8 @@ def run(config: Settings, flags: Flags) -> int:
         print(json.dumps(found | {"left_out": selection.left_out, "figures": [str(file) for file in drawn]}))
         return 0
     print(f"{path}: {len(selection.entries)} runs, {path.stat().st_size // 1024} KiB")
-    print("\n".join([*made_page.lacking, *([f"{config.figures}: {len(drawn)} files"] if drawn else [])]))
+    left = [f"left out: {count} {why}" for why, count in selection.left_out.items()]
+    print("\n".join([*made_page.lacking, *left, *([f"{config.figures}: {len(drawn)} files"] if drawn else [])]))
     return 0
 
 

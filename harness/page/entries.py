@@ -10,7 +10,7 @@ from harness.ledger_compact import table
 from harness.ledger_read import read_row
 
 Row = Mapping[str, Any]
-SHOWN = ("gate", "verdict")
+SHOWN = ("gate", "verdict", "campaign")
 LISTED = (
     "status", "experiment", "engine", "variant", "golden_hash", "model_hash", "environment_device", "agreement_matched",
 )  # fmt: skip
@@ -104,7 +104,7 @@ def select(root: Path, golden: Golden, names: Iterable[str] = ()) -> Selection:
 
 def _why_not(row: Row, golden_hash: str, made_of: str | None, wanted: set[str]) -> str:
     if row["experiment"] not in SHOWN:
-        return "of other experiments than gate and verdict"
+        return "of other experiments than gate, verdict and campaign"
     if not row["file"].endswith(".json"):
         return "of processes that ended without a result"
     if row["golden_hash"] != golden_hash:
