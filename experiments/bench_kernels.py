@@ -1,7 +1,8 @@
 """Time the delta rule's Triton kernels on a GPU, beside the published ones where the fla package is installed.
 
 Same inputs, same run, replays of a captured graph, so that the host's launches are in neither. Errors are against the
-float64 reference on the same inputs. `python -m experiments.bench_kernels OUT.json [--sweep]`.
+float64 reference on the same inputs. `python -m experiments.bench_kernels OUT.json [--sweep]` writes the figures to a
+file, and a row to results/ledger.
 """
 
 import json
@@ -20,6 +21,8 @@ import triton
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
+from harness.ledger import Ledger
+from harness.provenance import environment
 from variants.ops import kda, kda_chunk_triton, kda_triton
 from variants.ops.kda_chunk_triton import FLA, NARROW_TILES, VLLM, Tiles
 from variants.ops.launch_triton import ragged
@@ -172,5 +175,13 @@ def run(out: Path, *, sweep: bool = False) -> dict[str, Any]:
     return result
 
 
+def recorded(out: Path, ledger: Ledger, *, sweep: bool = False, device: str = "cuda") -> str:
+    """As `run`, on record; returns the row's id. A run that fails leaves a row that says so."""
+    with ledger.begin({"experiment": "bench_kernels", "engine": "local"}) as row:
+        row.add({"environment": environment(device=device)})
+        row.finish({"detail": {"kernels": run(out, sweep=sweep)}})
+    return row.run_id
+
+
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sweep="--sweep" in sys.argv[2:])
+    recorded(Path(sys.argv[1]), Ledger("results/ledger"), sweep="--sweep" in sys.argv[2:])

@@ -103,14 +103,15 @@ def bounding_rule(recipe: Recipe, place: Place, phase: str) -> Rule:
 
 
 def _with_inside(recipe: Recipe, place: Place, phase: str) -> Rule:
-    """The rule of a place whose kernel rounds inside: as an elementwise operation in the narrowest format in there."""
+    """The rule of a place that rounds inside: as an elementwise operation in the narrowest format in there."""
     site, layer = place
     rule = recipe.rule(site, layer, phase)
-    if rule.impl == "torch":
-        return rule
-    inner = [r for s in ALL_SITES if (r := recipe.rule(s, layer, phase)).inside == site]
-    if rule.algorithm != "chunk":
-        inner = [r for r in inner if r.algorithm != "chunk_inner"]
+    chunked = rule.algorithm in ("chunk", "chunk_rows")
+    if rule.impl == "torch":  # its other cores show all that they round
+        inner = [recipe.rule(s, layer, phase) for s in CHUNK_SITES if chunked]
+    else:
+        inner = [r for s in ALL_SITES if (r := recipe.rule(s, layer, phase)).inside == site]
+        inner = [r for r in inner if chunked or r.algorithm != "chunk_inner"]
     narrow = [r.output for r in inner if r.output is not None and r.output.precision < rule.accum.precision]
     if not narrow:
         return rule

@@ -157,3 +157,19 @@ def test_a_wrong_word_is_one_line(word: str, tmp_path: Path, capsys: Captured) -
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert WRONG[word] in lines[0]
+
+
+def test_kernels_times_are_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured stands in one row, with where; a measurement that fails leaves one that says so."""
+    kernels = pytest.importorskip("experiments.bench_kernels")
+    ledger = Ledger(tmp_path)
+    figures = [{"form": "recurrent", "tokens": 1}]
+    monkeypatch.setattr(kernels, "run", lambda out, sweep: {"rows": figures, "sweep": sweep})
+    kernels.recorded(tmp_path / "out.json", ledger, sweep=True, device="cpu")
+    monkeypatch.setattr(kernels, "run", lambda out, sweep: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kernels.recorded(tmp_path / "out.json", ledger, device="cpu")
+    made, failed = ledger.rows()
+    assert (made["experiment"], made["status"], failed["status"]) == ("bench_kernels", "ok", "failed")
+    assert made["detail"]["kernels"] == {"rows": figures, "sweep": True}
+    assert made["environment"]["device"] == "cpu"

@@ -15,7 +15,7 @@ from harness.lockstep import walk
 from harness.op_error import OpError, enter
 from harness.oracle import oracle_recipe
 from harness.probes import Tap
-from variants.axes import Execution, ExecutionAxes, Gemm, ImplAxes, KdaAxes, KdaCore, Stream, Variant
+from variants.axes import ChunkForm, Execution, ExecutionAxes, Gemm, ImplAxes, KdaAxes, KdaCore, Stream, Variant
 from variants.decode import Sequences
 from variants.defects import DEFECTS, Spread
 from variants.defects_kinds import Severity
@@ -61,6 +61,18 @@ def tiny_replay(variant: Variant, fault: tuple[tuple[str, int], RoundAt] | None 
         return Sequences(tiny.build(variant, casts, probe=probe), PROMPTS, 4)
 
     return local_replay(make, make_oracle(casts, recipe), recipe, PROMPTS, FORCED)
+
+
+def test_a_core_of_torch_is_allowed_what_it_rounds_inside_a_chunk() -> None:
+    """In vLLM's form output and state err by bf16 and nothing is in excess; a state twice as large still is."""
+    kda = KdaAxes(prefill=KdaCore.chunk, decode=KdaCore.recurrent, chunk_form=ChunkForm.vllm)
+    variant = replace(BF16, kda=kda)
+    assert tiny_replay(variant).excess() == []
+    found = tiny_replay(variant, (("kda_state", 0), lambda x: x * 2)).excess()
+    assert ("kda_state", 0, "prefill") in found
+    plain = replace(variant, kda=replace(kda, chunk_form=ChunkForm.plain))
+    rounded = tiny_replay(plain, (("kda_state", 0), lambda x: x.bfloat16().float()))
+    assert ("kda_state", 0, "prefill") in rounded.excess(), "a core that rounds nothing inside is held to float32"
 
 
 @pytest.mark.parametrize("execution", [tiny.INCREMENTAL, tiny.RECOMPUTE, replace(tiny.INCREMENTAL, prefill_piece=2)])
