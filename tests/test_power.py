@@ -16,6 +16,7 @@ from harness.engines.assets import checkpoint_folder
 from harness.engines.local import shared_casts
 from harness.power import Bench
 from harness.power_cells import CARRIER, GATE, Cell, benign_words, defect_cells, slices
+from harness.power_record import PowerRecord, read_record, sources, write_record
 from harness.power_report import area, benign, confusion, exercised, share, unexercised
 from harness.power_rows import COLUMNS, append_rows, pack_rows, packed, read_rows, row_of
 from harness.power_rules import RULES, Judgement, Observed, judge_all
@@ -244,6 +245,42 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
         "mla_core",
         "7",
     )
+
+
+def test_a_whole_run_of_older_code_is_told_and_what_changed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing runs; with a cell missing it is not whole, and its cells are refused as another setting's."""
+    cells = defect_cells(["mla_scaled"], ("light", "heavy"), ("one",))
+    out = tmp_path / "quick"
+    rows = [{**made(1, True), "key": cell.key} for cell in cells]
+    append_rows(out / "cells.csv", rows)
+    write_record(out, "s")
+    assert read_record(out) == PowerRecord("s", sources())
+    old = PowerRecord("s", {**sources(), "variants/model.py": "0" * 8})
+    monkeypatch.setattr(command, "read_record", lambda folder: old)
+    monkeypatch.setattr(command, "quick_cells", lambda names: cells)
+    monkeypatch.setattr(command, "_bench", lambda *_: pytest.fail("nothing is to run"))
+    config = settings(out=str(tmp_path), results=str(tmp_path), workers=1)
+    assert command.run(config, Flags(values={"quick": ""})) == 0
+    assert "as recorded; changed since: variants/model.py. out=DIR" in capsys.readouterr().out
+    assert read_rows(out / "cells.csv", "s") == rows
+    monkeypatch.undo()
+    monkeypatch.setattr(command, "read_record", lambda folder: old)
+    monkeypatch.setattr(
+        command, "quick_cells", lambda names: [*cells, *defect_cells(["beta_scaled"], ("light",), ("one",))]
+    )
+    with pytest.raises(UsageError, match="is of setting s, this is"):
+        command.run(config, Flags(values={"quick": ""}))
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"setting": "s", "files": 3}'])
+def test_a_record_that_is_something_else_is_refused(text: str, tmp_path: Path) -> None:
+    """One line that names the file."""
+    (tmp_path / "code.json").write_text(text)
+    with pytest.raises(InputError, match=r"code\.json: not the record of a power run"):
+        read_record(tmp_path)
+    assert read_record(tmp_path / "absent") is None
 
 
 @pytest.mark.slow

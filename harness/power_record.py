@@ -1,0 +1,59 @@
+"""Which code a whole power run was made with, so that a reader of its cells is told what has changed since.
+
+Cells of two states of the code are never mixed (`harness.power_rows`). Reading a finished run is another matter: it
+stays what it was, and says of which code.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import strict_json
+from harness.power_rows import INSTRUMENTS
+from variants.errors import InputError
+
+NAME = "code.json"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class PowerRecord:
+    """setting: of all cells (`harness.power_rows.setting`). files: the first 8 hex digits of each source's SHA-256."""
+
+    setting: str
+    files: dict[str, str]
+
+    def changed(self) -> list[str]:
+        """Sources that are not now as they were then, or not there, or new."""
+        now = sources()
+        return sorted(name for name in now.keys() | self.files.keys() if now.get(name) != self.files.get(name))
+
+
+def sources() -> dict[str, str]:
+    """The forward's and the instruments' sources as they lie here, by path, kernels left out."""
+    paths = [p for p in (ROOT / "variants").rglob("*.py") if not p.stem.endswith("_triton")]
+    paths += [ROOT / "harness" / f"{name}.py" for name in INSTRUMENTS]
+    return {p.relative_to(ROOT).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()[:8] for p in sorted(paths)}
+
+
+def write_record(folder: Path, setting: str) -> None:
+    """Beside the cells of a run that is whole."""
+    document = {"setting": setting, "files": sources()}
+    (folder / NAME).write_bytes(strict_json.dumps(document))
+
+
+def read_record(folder: Path) -> PowerRecord | None:
+    """None where no whole run lies there. Raises InputError for a file that is something else."""
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    try:
+        document = strict_json.loads(path.read_bytes())
+        files = document["files"]
+        if not isinstance(files, dict):
+            raise TypeError(f"files: got {type(files).__name__}")
+        return PowerRecord(str(document["setting"]), files)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path}: not the record of a power run ({error}); restore it, or name another out="
+        ) from error
