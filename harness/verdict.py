@@ -171,23 +171,25 @@ def conclude(
     """Weigh what was found. invalid: why no verdict is possible, None where one is; findings then say where from.
 
     inspected: every operation was replayed on its own inputs and its ladder climbed. Where that found nothing, what the
-    outputs alone suggest of the candidate (an envelope's alarm, an unlikely margin) is told and is no defect.
+    outputs alone suggest of the candidate (an envelope's alarm, an unlikely margin) is told and is no defect. Another
+    end-of-sequence rule is an input mismatch, INVALID where nothing worse was found.
     """
     common = {"findings": tuple(findings), "divergences": tuple(divergences), **more}
     if invalid:
         why = "; ".join([invalid, *(f.reason for f in findings[:1])])
         site, layer = (findings[0].site, findings[0].layer) if findings else (None, None)
         return Verdict(run_class=RunClass.invalid, reason=why, site=site, layer=layer, **common)  # pyright: ignore[reportArgumentType]
-    inside = [f for f in findings if f.site is not None] or [f for f in findings if f.layer is not None]
+    ends = [f for f in findings if f.instrument == EOS_RULE]
+    # Where one side ended early the score is of another question.
+    weighed = [f for f in findings if f not in ends and not (ends and f.instrument == "expected_score")]
     blamed = (Cause.defect, Cause.golden_side, Cause.non_finite)
-    cleared = inspected and all(f.instrument in OUTER for f in findings)
+    cleared = inspected and all(f.instrument in OUTER for f in weighed)
     if cleared:
         blamed = (Cause.golden_side, Cause.non_finite)
-    elif findings:
-        first = inside[0] if inside else findings[0]
-        sure = "low" if all(f.instrument in OUTER for f in findings) else "high"
-        reason = first.reason if first.instrument == EOS_RULE else f"{first.reason}: defect"
-        return Verdict(run_class=RunClass.defect, reason=reason, site=first.site, layer=first.layer,
+    elif weighed:
+        first = _leading(weighed)
+        sure = "low" if all(f.instrument in OUTER for f in weighed) else "high"
+        return Verdict(run_class=RunClass.defect, reason=f"{first.reason}: defect", site=first.site, layer=first.layer,
                        confidence=sure, **common)  # fmt: skip  # pyright: ignore[reportArgumentType]
     unexplained = [d for d in divergences if d.cause in blamed]
     if unexplained:
@@ -195,8 +197,16 @@ def conclude(
         return Verdict(run_class=RunClass.defect, reason=worst.reason, confidence="low", **common)  # pyright: ignore[reportArgumentType]
     if bar_met:
         return Verdict(run_class=RunClass.passed, reason="the bar is met", **common)  # pyright: ignore[reportArgumentType]
-    line = "; ".join([_rounding_line(divergences), *(f"though {f.reason}" for f in findings if cleared)])
+    if ends:
+        return Verdict(run_class=RunClass.invalid, reason=ends[0].reason, **common)  # pyright: ignore[reportArgumentType]
+    line = "; ".join([_rounding_line(divergences), *(f"though {f.reason}" for f in weighed if cleared)])
     return Verdict(run_class=RunClass.rounding, reason=line, **common)  # pyright: ignore[reportArgumentType]
+
+
+def _leading(findings: Sequence[Finding]) -> Finding:
+    """The first that names a site, else the first that names a layer, else the first."""
+    sites = [f for f in findings if f.site is not None]
+    return (sites or [f for f in findings if f.layer is not None] or list(findings))[0]
 
 
 def _rounding_line(divergences: Sequence[Divergence]) -> str:

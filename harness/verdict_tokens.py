@@ -4,8 +4,8 @@ No oracle and no look inside. At a first divergence both sides stand on one pref
 tokens may be compared: the shift between them is held against the noise that the same two sides show at the places they
 share, or, where logprobs are missing on a side, against a noise that the user names. Confidence is always low.
 
-A recorded gap of 0 says that the reference, forced onto that prefix, takes the candidate's token itself: it turned on
-its own, and what its second choice was is not known, so this is never read as a tie.
+A recorded gap of 0 says that the reference, forced onto that prefix, takes the candidate's token itself, or that it was
+not measured: such a place tells nothing. The other divergences decide; without any the run cannot be told.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ ALPHA = 1e-3  # family-wise, over the divergences
 FEWEST_PLACES = 8
 WITHIN = 0.6827  # the share of a normal distribution that one standard deviation holds
 ASSUMED_NOISE_NATS = 0.125  # one step of bf16 logits between 16 and 32
+ZERO_GAP = "recorded gap 0: the reference takes this token itself here, or it was not measured; no evidence of a tie"
 MANY = 10_000  # degrees of freedom of a noise that is named, not measured
 
 
@@ -148,9 +149,7 @@ def _judged(golden: Golden, generation: Generation, n: int, t: int, noise: Noise
     known = theirs if theirs is not None else at_least
     shift = None if known is None else max(known - min(own or 0.0, 0.0), 0.0)
     p, cause = None, None
-    if note.startswith("the reference, forced"):
-        p, cause, shift = 1.0, Cause.rounding, 0.0
-    elif shift is not None:
+    if shift is not None:
         z = shift / noise.sigma if noise.sigma > 0 else (0.0 if shift == 0 else float("inf"))
         p = min(1.0, 2 * float(upper_t(z, noise.places or MANY))) if np.isfinite(z) else 0.0
         tie = theirs == 0.0 or own == 0.0
@@ -176,7 +175,7 @@ def _golden_margin(golden: Golden, generation: Generation, n: int, t: int) -> tu
         return None, None, "the golden has no logprobs"
     gap = float(recorded.gap_nats[n, t])
     if gap == 0.0:
-        return None, None, "the reference, forced onto this prefix, takes this token itself; no evidence of a tie"
+        return None, None, ZERO_GAP
     if np.isnan(gap):
         return None, None, "no gap was recorded here"
     if np.isinf(gap):
@@ -188,10 +187,9 @@ def _class(golden: Golden, agreement: Agreement, seen: Sequence[SeenDivergence],
     if agreement.not_finite:
         return RunClass.invalid, agreement.not_finite
     if agreement.bar_met or agreement.matched == agreement.total:
-        once = "" if agreement.bar_met else " (K = 1: the reference was not held against itself)"
-        return RunClass.passed, f"{agreement.matched}/{agreement.total}: the tokens agree{once}"
+        return RunClass.passed, _passed(agreement)
     if ends := end_findings(agreement):
-        return RunClass.defect, ends[0].reason
+        return RunClass.invalid, ends[0].reason
     if weak := cannot_discriminate(golden, noise.sigma):
         return RunClass.invalid, weak
     bad = [d for d in seen if d.cause is Cause.suspect]
@@ -199,8 +197,21 @@ def _class(golden: Golden, agreement: Agreement, seen: Sequence[SeenDivergence],
         worst = max(bad, key=lambda d: d.shift or 0.0)
         more = "a change of routing or a defect, which tokens alone do not tell apart"
         return RunClass.suspect, f"{worst.reason}; noise {noise.said}: {more}"
-    unknown = [d for d in seen if d.cause is None]
+    told = [d for d in seen if d.cause is not None]
+    unknown = [d for d in seen if d.cause is None and (d.note != ZERO_GAP or not told)]
     if unknown:
         return RunClass.invalid, f"cannot be told from tokens alone: {unknown[0].reason}"
-    worst = min(seen, key=lambda d: 1.0 if d.p is None else d.p)
-    return RunClass.rounding, f"all {len(seen)} first divergences are within noise ({noise.said}); {worst.reason}"
+    worst = min(told, key=lambda d: 1.0 if d.p is None else d.p)
+    zeros = len(seen) - len(told)
+    count = f"{len(told)} of {len(seen)}" if zeros else f"all {len(seen)}"
+    rest = f"; {zeros} with a recorded gap of 0 cannot be told" if zeros else ""
+    return RunClass.rounding, f"{count} first divergences are within noise ({noise.said}); {worst.reason}{rest}"
+
+
+def _passed(agreement: Agreement) -> str:
+    """What passed: every token of run 0, or a bar of K runs that differ."""
+    count = f"{agreement.matched}/{agreement.total}"
+    if agreement.matched == agreement.total:
+        once = "" if agreement.bar_met else " (K = 1: the reference was not held against itself)"
+        return f"{count}: the tokens agree{once}"
+    return f"the bar is met: every row is one of the reference's own, {count} with its run 0"

@@ -368,14 +368,22 @@ def ended(golden_id: int, candidate_id: int) -> Agreement:
 
 @pytest.mark.parametrize(("golden_id", "candidate_id", "who"), [(-1, 7, "golden"), (7, -1, "candidate")])
 def test_one_side_that_does_not_end_is_no_rounding(golden_id: int, candidate_id: int, who: str) -> None:
-    """After the same tokens one ends and the other goes on: a rule that differs, whatever else was explained."""
+    """After the same tokens one ends and the other goes on: INVALID, a rule that differs, though all else is explained.
+
+    The score that follows from it is no defect; an error of the arithmetic is one all the same, and leads.
+    """
     found = end_findings(ended(golden_id, candidate_id))
-    v = concluded(found, [divergence(Cause.rounding, 0.5)])
-    assert v.run_class is RunClass.defect
-    assert v.reason.startswith(f"EOS rule: at p3[5] the {who} has ended")
-    assert "input mismatch, not rounding" in v.reason
-    assert not v.reason.endswith(": defect")
-    assert concluded([*found, REPLAYED]).site == "mla_core"  # what was found inside leads
+    scored = Finding(instrument="expected_score", reason="score 3/128")
+    for whole in (found, [*found, scored]):
+        v = concluded(whole, [divergence(Cause.rounding, 0.5)])
+        assert v.run_class is RunClass.invalid
+        assert v.reason.startswith(f"EOS rule: at p3[5] the {who} has ended")
+        assert "input mismatch, not rounding" in v.reason
+    assert concluded([scored]).run_class is RunClass.defect
+    for other in (REPLAYED, ENVELOPED, OBSERVED):
+        v = concluded([*found, other])
+        assert (v.run_class, v.reason) == (RunClass.defect, f"{other.reason}: defect")
+    assert concluded(found, [divergence(Cause.defect, 1e-9)]).run_class is RunClass.defect
 
 
 def test_rows_that_end_alike_are_no_finding() -> None:

@@ -89,7 +89,7 @@ def test_a_noise_that_hides_every_gap_is_no_verdict() -> None:
 @pytest.mark.parametrize(
     ("gap", "noise", "run_class", "said"),
     [
-        (0.0, None, "ROUNDING", "no evidence of a tie"),
+        (0.0, None, "INVALID", "no evidence of a tie"),
         (0.25, None, "ROUNDING", "2.0 sigma: rounding (by the reference"),
         (0.25, 0.03, "SUSPECT", "8.3 sigma: suspect"),
         (np.inf, None, "SUSPECT", "outside the list of the reference"),
@@ -109,6 +109,46 @@ def test_recorded_gaps_are_used_and_zero_is_no_tie(gap: float, noise: float | No
     assert verdict.run_class.value == run_class
     assert said in verdict.divergences[0].reason
     assert verdict.divergences[0].cause is not Cause.tie  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("gap", "run_class"), [(0.1, "ROUNDING"), (2.0, "SUSPECT"), (np.nan, "INVALID")])
+def test_a_recorded_gap_of_zero_leaves_it_to_the_others(gap: float, run_class: str) -> None:
+    """Of two divergences one has gap 0: the class is what the other one says, and the 0 is counted as not told."""
+    tokens = np.array([[1, 5], [1, 6]])
+    gaps = np.array([[0.0, 0.0], [0.0, gap]])
+    golden = Golden(
+        name="g",
+        prompts=((3,), (4,)),
+        tokens=np.array([[[1, 2], [1, 2]]] * 2),
+        sampling=plain_greedy_settings(),
+        recorded=Recorded(tokens=tokens, gap_nats=gaps, outside=np.zeros(gaps.shape, bool)),
+    )
+    verdict = judge_tokens(golden, run_of(tokens), score(golden, run_of(tokens)), noise=None)
+    assert verdict.run_class.value == run_class
+    assert verdict.divergences[0].cause is None  # type: ignore[attr-defined]
+    if run_class == "ROUNDING":
+        assert verdict.reason.startswith("1 of 2 first divergences are within noise")
+        assert verdict.reason.endswith("1 with a recorded gap of 0 cannot be told")
+
+
+def test_a_bar_of_runs_that_differ_is_met_not_agreed_with() -> None:
+    """Every row is one of the reference's K runs, none of them run 0: PASS because the bar is met."""
+    tokens = np.array([[1, 5]])
+    golden = Golden(name="g", prompts=((3,),), tokens=np.array([[[1, 2]], [[1, 5]]]), sampling=plain_greedy_settings())
+    verdict = judge_tokens(golden, run_of(tokens), score(golden, run_of(tokens)), noise=None)
+    assert verdict.run_class is RunClass.passed
+    assert verdict.reason == "the bar is met: every row is one of the reference's own, 1/2 with its run 0"
+
+
+@pytest.mark.parametrize(("golden_row", "own_row"), [([1, -1], [1, 5]), ([1, 5], [1, -1])])
+def test_another_end_rule_is_no_verdict_on_arithmetic(golden_row: list[int], own_row: list[int]) -> None:
+    """By tokens alone too, one side that ends where the other goes on is INVALID: an input mismatch."""
+    golden = Golden(name="g", prompts=((3,),), tokens=np.array([[golden_row]] * 2), sampling=plain_greedy_settings())
+    made = run_of(np.array([own_row]))
+    verdict = judge_tokens(golden, made, score(golden, made), noise=None)
+    assert verdict.run_class is RunClass.invalid
+    assert "EOS rule" in verdict.reason
+    assert "input mismatch" in verdict.reason
 
 
 def test_tokens_that_agree_pass() -> None:
