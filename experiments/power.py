@@ -20,7 +20,7 @@ from harness.ledger import Ledger
 from harness.power import Bench, Outcome
 from harness.power_cells import Cell, benign_cells, defect_cells, quick_cells
 from harness.power_plot import plot_power
-from harness.power_record import read_record, write_record
+from harness.power_record import older_run, write_record
 from harness.power_report import (
     RuleRow,
     by_effect,
@@ -78,7 +78,7 @@ def run(config: Settings, flags: Flags) -> int:
     quick = "quick" in flags.values
     out = Path(config.out) / "quick" if quick else Path(config.out)
     cells = quick_cells(QUICK) if quick else full_cells(config.seeds)
-    if (old := _of_older_code(out, {c.key for c in cells})) is not None:
+    if (old := older_run(out, {c.key for c in cells})) is not None:
         return _tell(flags, *old)
     append_rows(out / "cells.csv", ())  # before an hour of work: can the folder be written at all
     folder = str(checkpoint_folder(config.model.path))
@@ -98,22 +98,6 @@ def run(config: Settings, flags: Flags) -> int:
         figure = plot_power(matrix, out / "power.png")
         row.finish({"detail": {"setting": shared, "cells": len(done), "rules": _document(matrix)}})
     return _tell(flags, done, f"figure: {figure}")
-
-
-def _of_older_code(out: Path, wanted: set[str]) -> tuple[list[Row], str] | None:
-    """The cells of a whole run of other code, and a line that says so; None where this code's run can go on there."""
-    record = read_record(out)
-    changed = [] if record is None else record.changed()
-    if record is None or not changed:
-        return None
-    rows = [r for r in read_rows(out / "cells.csv", record.setting) if r["key"] in wanted]
-    if len(rows) < len(wanted):
-        return None
-    others = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
-    return rows, (
-        f"as recorded; changed since: {', '.join(changed[:4])}{others}. out=DIR runs it again on this code "
-        "(about an hour on 2 cores)"
-    )
 
 
 def _tell(flags: Flags, rows: Sequence[Row], last: str) -> int:

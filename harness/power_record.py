@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import strict_json
-from harness.power_rows import INSTRUMENTS
+from harness.power_rows import INSTRUMENTS, Row, read_rows
 from variants.errors import InputError
 
 NAME = "code.json"
@@ -57,3 +57,19 @@ def read_record(folder: Path) -> PowerRecord | None:
         raise InputError(
             f"{path}: not the record of a power run ({error}); restore it, or name another out="
         ) from error
+
+
+def older_run(folder: Path, wanted: set[str]) -> tuple[list[Row], str] | None:
+    """The cells of a whole run of other code, and a line that says so; None where this code's run can go on there."""
+    record = read_record(folder)
+    changed = [] if record is None else record.changed()
+    if record is None or not changed:
+        return None
+    rows = [row for row in read_rows(folder / "cells.csv", record.setting) if row["key"] in wanted]
+    if len(rows) < len(wanted):
+        return None
+    others = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+    return rows, (
+        f"as recorded; changed since: {', '.join(changed[:4])}{others}. out=DIR runs it again on this code "
+        "(about an hour on 2 cores)"
+    )

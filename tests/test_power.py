@@ -10,7 +10,7 @@ from torch import Tensor
 
 import experiments.power as command
 from experiments.words import Flags
-from harness import power_cells
+from harness import power_cells, power_record
 from harness.config import ModelSource
 from harness.engines.assets import checkpoint_folder
 from harness.engines.local import shared_casts
@@ -258,7 +258,7 @@ def test_a_whole_run_of_older_code_is_told_and_what_changed_is_named(
     write_record(out, "s")
     assert read_record(out) == PowerRecord("s", sources())
     old = PowerRecord("s", {**sources(), "variants/model.py": "0" * 8})
-    monkeypatch.setattr(command, "read_record", lambda folder: old)
+    monkeypatch.setattr(power_record, "read_record", lambda folder: old)
     monkeypatch.setattr(command, "quick_cells", lambda names: cells)
     monkeypatch.setattr(command, "_bench", lambda *_: pytest.fail("nothing is to run"))
     config = settings(out=str(tmp_path), results=str(tmp_path), workers=1)
@@ -266,7 +266,7 @@ def test_a_whole_run_of_older_code_is_told_and_what_changed_is_named(
     assert "as recorded; changed since: variants/model.py. out=DIR" in capsys.readouterr().out
     assert read_rows(out / "cells.csv", "s") == rows
     monkeypatch.undo()
-    monkeypatch.setattr(command, "read_record", lambda folder: old)
+    monkeypatch.setattr(power_record, "read_record", lambda folder: old)
     monkeypatch.setattr(
         command, "quick_cells", lambda names: [*cells, *defect_cells(["beta_scaled"], ("light",), ("one",))]
     )
