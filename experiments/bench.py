@@ -48,7 +48,7 @@ class Settings(Config):
         for name in ("runs", "steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: expected 1 or more")
-        given = (self.contexts, self.prefills)
+        given = (tuple(self.contexts), tuple(self.prefills))  # a list where it was composed
         if self.against != FLOORS and given != (CONTEXTS, PREFILLS):
             raise UsageError("contexts and prefills are read by against=floors alone")
         if any(n < 1 for sizes in given for n in sizes) or not all(given):
