@@ -60,9 +60,9 @@ class SeenDivergence:
     @property
     def reason(self) -> str:
         """One line: place, tokens, margins, sigmas, cause."""
-        golden = "unknown" if self.golden_margin is None else f"{self.golden_margin:+.3g}"
+        golden = "unknown" if self.golden_margin is None else f"{self.golden_margin:+.3g} nat"
         own = "unknown" if self.candidate_margin is None else f"{self.candidate_margin:+.3g}"
-        line = f"p{self.prompt}[{self.position}]: {self.golden_token} vs {self.token}, golden's margin {golden} nat, "
+        line = f"p{self.prompt}[{self.position}]: {self.golden_token} vs {self.token}, golden's margin {golden}, "
         line += f"candidate's {own}"
         if self.shift is not None and self.sigma > 0:
             line += f", {self.shift / self.sigma:.1f} sigma"
