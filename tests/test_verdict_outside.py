@@ -179,7 +179,7 @@ def test_the_samples_are_judged_by_their_recorded_gaps(name: str, worst: float, 
 def test_a_server_is_judged_beside_the_oracle(tmp_path: Path, capsys: Out) -> None:
     """Its checkpoint is the golden's: envelope and expected score run; wrong tokens and logprobs are a defect."""
     gate = load_golden("gate")
-    words = ["engine=openai", "engine.dialect=vllm", "limit=2", "max_tokens=6", "members=8", f"results={tmp_path}"]
+    words = ["engine=openai", "engine.dialect=vllm", "limit=1", "max_tokens=6", f"results={tmp_path}"]
     with serving(gate) as server:
         assert main(["verdict", f"engine.url={server.url}", *words]) == 0
     out = capsys.readouterr().out
