@@ -48,6 +48,7 @@ def verdict_on(made: Callable[[Checkpoint], Checkpoint], folder: Path, words: li
     return verdict["class"], verdict["reason"], verdict["figures"]["logprob_excess"]
 
 
+@pytest.mark.slow
 def test_a_wrong_scale_is_a_defect_though_no_token_differs(tmp_path: Path) -> None:
     """Eight logprob lists of two prompts are enough in float32."""
     run_class, reason, excess = verdict_on(scale_2_5, tmp_path, FEW)
