@@ -109,7 +109,8 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell has it ignored
 from experiments import gate
 from experiments.cli import main
 def run(config, row):

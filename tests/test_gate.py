@@ -9,7 +9,7 @@ import pytest
 
 from experiments.cli import main
 from harness.compose import load
-from harness.engines import local, make_engine
+from harness.engines import loaded, make_engine
 from harness.engines.local import LocalEngine
 from harness.engines.protocol import EngineInfo, Generation, Prompts, Scored
 from harness.gate import part_of, run_gate
@@ -177,9 +177,9 @@ def test_a_requirement_is_the_exit_code(tmp_path: Path, capsys: Captured) -> Non
 def test_one_load_serves_a_multirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """Three jobs of one process read the weights once and come out as one table."""
     loads = []
-    load_checkpoint = local.load_checkpoint
-    monkeypatch.setattr(local, "load_checkpoint", lambda *a, **k: loads.append(a) or load_checkpoint(*a, **k))
-    local.shared_casts.cache_clear()
+    load_checkpoint = loaded.load_checkpoint
+    monkeypatch.setattr(loaded, "load_checkpoint", lambda *a, **k: loads.append(a) or load_checkpoint(*a, **k))
+    loaded.shared_casts.cache_clear()
     words = ["variant=f32,incremental_chunk,bf16_stream", "limit=1", "max_tokens=2", f"results={tmp_path}"]
     assert main(["gate", "-m", *words]) == 0
     assert len(loads) == 1

@@ -264,7 +264,7 @@ def test_no_kernel_has_float64_and_a_raised_recipe_runs_on_torch() -> None:
 
 DENSE = replace(F32, mla=MlaAxes(prefill=MlaCore.dense_f32, decode=MlaCore.dense_f32))
 REFUSED: list[tuple[Variant, str, str]] = [
-    (F32, "swiglu=triton", "there is none; choose torch, vllm"),
+    (F32, "swiglu=triton", "there is none; choose torch, row, vllm"),
     (F32, "experts=fla", "there is none; choose torch, triton"),
     (replace(F32, kda=KdaAxes()), "kda=triton", "no island_f64; set kda.prefill to recurrent or chunk"),
     (replace(F32, kda=replace(STEPS, state=Store.bf16)), "kda=triton", "set kda.state=f32 or keep"),

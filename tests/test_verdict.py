@@ -494,7 +494,7 @@ def test_a_fault_that_shows_after_the_sample_is_replayed_where_the_outputs_give_
 
 
 def test_a_fault_that_candidate_and_replay_share_is_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the replay runs the faulty function too it finds nothing; an error far beyond the envelope is a defect."""
+    """Where the replay runs the faulty function too it finds nothing; the definition does, and so does the envelope."""
     right = kda.CORES["recurrent"]
 
     def faster(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Tensor, **options: object) -> tuple[Tensor, Tensor]:
@@ -502,5 +502,6 @@ def test_a_fault_that_candidate_and_replay_share_is_not_cleared(monkeypatch: pyt
 
     monkeypatch.setitem(kda.CORES, "recurrent", faster)
     v = asked(1, 3)
-    assert (v.run_class, v.confidence) == (RunClass.defect, "low")
-    assert v.findings[0].instrument == "envelope"
+    assert (v.run_class, v.confidence) == (RunClass.defect, "high")
+    assert [f.instrument for f in v.findings] == ["definition", "envelope"]
+    assert v.site == "kda_core"
