@@ -10,8 +10,7 @@ from experiments.words import Flags
 from harness import strict_json
 from harness.agreement import Agreement
 from harness.config import Config, EngineKind
-from harness.engines.assets import checkpoint_folder
-from harness.engines.local import LocalEngine, shared_casts
+from harness.engines.local import LocalEngine, casts_of
 from harness.gate import part_of
 from harness.golden import Golden, load_golden
 from harness.ledger import Ledger
@@ -68,7 +67,7 @@ def _arms(config: Settings, flags: Flags, golden: Golden, variant: Variant) -> l
         from harness.serving import identity
     except ImportError as error:
         raise DeviceError(f"identity needs a package ({error}): pip install 'neartie[serve]'") from error
-    casts = shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, config.device.torch_name)
+    casts = casts_of(config)
     paged, alone = (
         LocalEngine(casts, v, name=config.label, device=config.device) for v in (variant, identity.incremental(variant))
     )

@@ -79,7 +79,8 @@ def run(config: Settings, flags: Flags) -> int:
     out = Path(config.out) / "quick" if quick else Path(config.out)
     cells = quick_cells(QUICK) if quick else full_cells(config.seeds)
     if (old := older_run(out, {c.key for c in cells})) is not None:
-        return _tell(flags, *old)
+        rows, note = old
+        return _tell(flags, rows, confusion(rows), note)
     append_rows(out / "cells.csv", ())  # before an hour of work: can the folder be written at all
     folder = str(checkpoint_folder(config.model.path))
     with Ledger(Path(config.results) / "ledger").begin({"experiment": "power", "engine": "local"}) as row:
@@ -97,11 +98,10 @@ def run(config: Settings, flags: Flags) -> int:
         _write_tables(out, done, matrix)
         figure = plot_power(matrix, out / "power.png")
         row.finish({"detail": {"setting": shared, "cells": len(done), "rules": _document(matrix)}})
-    return _tell(flags, done, f"figure: {figure}")
+    return _tell(flags, done, matrix, f"figure: {figure}")
 
 
-def _tell(flags: Flags, rows: Sequence[Row], last: str) -> int:
-    matrix = confusion(rows)
+def _tell(flags: Flags, rows: Sequence[Row], matrix: Sequence[RuleRow], last: str) -> int:
     if flags.json:
         print(strict_json.dumps({"cells": len(rows), "rules": _document(matrix), "note": last}).decode(), end="")
     else:

@@ -107,7 +107,7 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
         golden=golden,
         engine=engine,
         casts=casts,
-        declared=engine.recipe if isinstance(engine, LocalEngine) else taken_for(config, casts.checkpoint.config),
+        declared=engine.recipe if isinstance(engine, LocalEngine) else _taken_for(config, casts.checkpoint.config),
         reference=resolve(named_variant(config.reference), model),
         members=config.members,
         seed=config.seed,
@@ -142,7 +142,7 @@ def _outside(
     question = OutsideQuestion(
         golden=golden,
         casts=casts,
-        declared=taken_for(config, casts.checkpoint.config),
+        declared=_taken_for(config, casts.checkpoint.config),
         reference=resolve(named_variant(config.reference), casts.checkpoint.config),
         members=config.members,
         seed=config.seed,
@@ -160,7 +160,7 @@ def _oracle(config: Settings, golden: Golden) -> Casts | None:
     return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, config.device.torch_name)
 
 
-def taken_for(config: Settings, model: ModelConfig) -> Recipe:
+def _taken_for(config: Settings, model: ModelConfig) -> Recipe:
     """The recipe that an engine which is none of ours is held against; one that names no dtype is taken for bf16.
 
     Raises UsageError for one that does not carry state.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import strict_json
-from harness.power_rows import INSTRUMENTS, Row, read_rows
+from harness.power_rows import Row, read_rows, sources
 from variants.errors import InputError
 
 NAME = "code.json"
@@ -25,20 +25,18 @@ class PowerRecord:
 
     def changed(self) -> list[str]:
         """Sources that are not now as they were then, or not there, or new."""
-        now = sources()
+        now = digests()
         return sorted(name for name in now.keys() | self.files.keys() if now.get(name) != self.files.get(name))
 
 
-def sources() -> dict[str, str]:
-    """The forward's and the instruments' sources as they lie here, by path, kernels left out."""
-    paths = [p for p in (ROOT / "variants").rglob("*.py") if not p.stem.endswith("_triton")]
-    paths += [ROOT / "harness" / f"{name}.py" for name in INSTRUMENTS]
-    return {p.relative_to(ROOT).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()[:8] for p in sorted(paths)}
+def digests() -> dict[str, str]:
+    """`harness.power_rows.sources` as they lie here, by path from the project's folder."""
+    return {p.relative_to(ROOT).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()[:8] for p in sorted(sources())}
 
 
 def write_record(folder: Path, setting: str) -> None:
     """Beside the cells of a run that is whole."""
-    document = {"setting": setting, "files": sources()}
+    document = {"setting": setting, "files": digests()}
     (folder / NAME).write_bytes(strict_json.dumps(document))
 
 

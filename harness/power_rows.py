@@ -48,12 +48,13 @@ def setting(model_sha256: str) -> str:
         "model": model_sha256,
         "goldens": {name: load_golden(name).hash for name in ("gate", "wide")},
         "calibration": shipped_calibration(model_sha256).hash,
-        "code": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(_sources())},
+        "code": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(sources())},
     }
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _sources() -> Iterator[Path]:
+def sources() -> Iterator[Path]:
+    """The files that `setting` hashes: the forward's, kernels left out, and the instruments'."""
     root = Path(__file__).resolve().parents[1]
     yield from (p for p in (root / "variants").rglob("*.py") if not p.stem.endswith("_triton"))
     yield from (root / "harness" / f"{name}.py" for name in INSTRUMENTS)

@@ -171,17 +171,11 @@ def _given(gate: GateResult) -> _Lists:
 def _logprobs(
     q: OutsideQuestion, declared: Recipe, battery: Battery, own: Envelope, seen: _Lists, *, at: str = ""
 ) -> tuple[list[Finding], dict[str, object]]:
-    """The candidate's logprobs of watched tokens, at the places it shares with the golden, against the members'."""
-    return logprob_findings(q, declared, battery=battery, own=own, deviations=_deviations(own, seen), at=at)
-
-
-def logprob_findings(
-    q: OutsideQuestion, declared: Recipe, *, battery: Battery, own: Envelope, deviations: np.ndarray, at: str = ""
-) -> tuple[list[Finding], dict[str, object]]:
-    """What a candidate's logprobs minus the oracle's, [P, W] in nats and NaN for unknown, say beside the members'.
+    """The candidate's logprobs of watched tokens, at the places it shares with the golden, against the members'.
 
     At most one finding, and its figures. at: the precision that the candidate's code was raised to, none as it runs.
     """
+    deviations = _deviations(own, seen)
     places = (~np.isnan(deviations)).sum(-1) > 1
     if places.sum() < 2:
         return [], {}
@@ -241,11 +235,6 @@ def _level(deviations: np.ndarray, floor: np.ndarray) -> np.ndarray:
     count = (~np.isnan(deviations)).sum(-1)
     rms = np.sqrt(np.nansum(deviations**2, -1) / count)
     return np.log(np.maximum(rms, floor)).mean(-1)
-
-
-def seen_deviations(own: Envelope, scored: Scored) -> np.ndarray:
-    """A forced engine's logprobs minus the oracle's, [P, W] in nats; NaN for a token that it did not return."""
-    return _deviations(own, _Lists.of(scored))
 
 
 def _deviations(own: Envelope, seen: _Lists) -> np.ndarray:

@@ -79,12 +79,12 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
     chosen = np.where(golden.tokens[0] == ENDED, ENDED, scored.top_ids[..., 0])
     invalid = gate.agreement.not_finite or scored.not_finite
-    ask = second_opinion if isinstance(question.engine, LocalEngine) else sound_oracle
-    opinion = ask(question.casts, question.declared, battery)
     inspection = _inspect(question, battery)
     if invalid:
         made = non_finite_findings(inspection.replays)
         return conclude(made, (), invalid=invalid, bar_met=None, config=config), scored
+    ask = second_opinion if isinstance(question.engine, LocalEngine) else sound_oracle
+    opinion = ask(question.casts, question.declared, battery)
     whole, lengths = _envelope(question, battery, chosen)
     own = sampled(whole, lengths)
     reference = _reference(question, battery, chosen, whole)

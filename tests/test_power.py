@@ -16,7 +16,7 @@ from harness.engines.assets import checkpoint_folder
 from harness.engines.local import shared_casts
 from harness.power import Bench
 from harness.power_cells import CARRIER, GATE, Cell, benign_words, defect_cells, slices
-from harness.power_record import PowerRecord, read_record, sources, write_record
+from harness.power_record import PowerRecord, digests, read_record, write_record
 from harness.power_report import area, benign, confusion, exercised, share, unexercised
 from harness.power_rows import COLUMNS, append_rows, pack_rows, packed, read_rows, row_of
 from harness.power_rules import RULES, Judgement, Observed, judge_all
@@ -256,8 +256,8 @@ def test_a_whole_run_of_older_code_is_told_and_what_changed_is_named(
     rows = [{**made(1, True), "key": cell.key} for cell in cells]
     append_rows(out / "cells.csv", rows)
     write_record(out, "s")
-    assert read_record(out) == PowerRecord("s", sources())
-    old = PowerRecord("s", {**sources(), "variants/model.py": "0" * 8})
+    assert read_record(out) == PowerRecord("s", digests())
+    old = PowerRecord("s", {**digests(), "variants/model.py": "0" * 8})
     monkeypatch.setattr(power_record, "read_record", lambda folder: old)
     monkeypatch.setattr(command, "quick_cells", lambda names: cells)
     monkeypatch.setattr(command, "_bench", lambda *_: pytest.fail("nothing is to run"))

@@ -7,7 +7,6 @@ before anything is loaded, with what would work.
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import NoReturn
 
 from variants import impl_rules_row, impl_rules_vllm
 from variants.axes import (
@@ -24,7 +23,7 @@ from variants.axes import (
 )
 from variants.dtypes import DType
 from variants.errors import UsageError
-from variants.kernels import choices, has
+from variants.kernels import choices, has, refuse
 from variants.recipe import Rule
 from variants.sites import CHUNK_SITES, rule_key
 
@@ -71,9 +70,9 @@ def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:
     for axis in fields(ImplAxes):
         impl = getattr(variant.impl, axis.name)
         if not has(axis.name, impl):
-            _refuse(axis.name, impl, f"there is none; choose {', '.join(choices(axis.name))}")
+            refuse(axis.name, impl, f"there is none; choose {', '.join(choices(axis.name))}")
         if variant.fused_elementwise and impl is not Impl.torch and axis.name in FUSED:
-            _refuse(axis.name, impl, "fused_elementwise joins calls of torch alone; remove it")
+            refuse(axis.name, impl, "fused_elementwise joins calls of torch alone; remove it")
         if impl is not Impl.torch:
             out |= _AXES[axis.name](variant, impl, out)
             out |= REFINED[impl](axis.name, variant, out) if impl in REFINED else {}
@@ -109,7 +108,7 @@ def check_inside(exceptions: Mapping[tuple[str, int], Rule]) -> None:
 def _linear(v: Variant, impl: Impl, rules: Rules) -> Rules:
     other = ("router", "expert_gate_up", "expert_down")
     if v.weights_by_column:
-        _refuse("linear", impl, "weights_by_column is a layout of torch's products; remove it")
+        refuse("linear", impl, "weights_by_column is a layout of torch's products; remove it")
     return {k: _product(v, "linear", impl, r) for k, r in rules.items() if _is_product(r) and k not in other}
 
 
@@ -124,7 +123,7 @@ def _is_product(rule: Rule) -> bool:
 def _product(v: Variant, axis: str, impl: Impl, rule: Rule, *, inside: str = "") -> Rule:
     """A product of operands in their own format, summed in float32 and rounded once to its storage."""
     if rule.accum is DType.f64:
-        _refuse(axis, impl, "no kernel multiplies float64; set gemm and moe.router to f32 or narrower")
+        refuse(axis, impl, "no kernel multiplies float64; set gemm and moe.router to f32 or narrower")
     options = (("tf32", 1),) if v.tf32 and rule.input is DType.f32 else ()
     return replace(rule, accum=DType.f32, algorithm="gemm", impl=impl.name, inside=inside, options=options)
 
@@ -132,11 +131,9 @@ def _product(v: Variant, axis: str, impl: Impl, rule: Rule, *, inside: str = "")
 def _norms(v: Variant, impl: Impl, rules: Rules) -> Rules:
     _float32("norms", impl, rules["input_norm"])
     if v.norm.variance is NormVariance.mixed:
-        _refuse(
-            "norms", impl, "it normalises the tensor whose variance it takes; set norm.variance=stored or pre_store"
-        )
+        refuse("norms", impl, "it normalises the tensor whose variance it takes; set norm.variance=stored or pre_store")
     if impl is Impl.fla and any(r.algorithm.endswith("_twice") for r in rules.values()):
-        _refuse("norms", impl, "it rounds once; set norm.rounding=once")
+        refuse("norms", impl, "it rounds once; set norm.rounding=once")
     keys = [k for k, r in rules.items() if r.algorithm.startswith("rms_norm")]
     out = {k: replace(rules[k], impl=impl.name) for k in keys}
     return out | {"o_norm": replace(rules["o_norm"], impl=impl.name, algorithm="sigmoid")}
@@ -145,7 +142,7 @@ def _norms(v: Variant, impl: Impl, rules: Rules) -> Rules:
 def _conv(v: Variant, impl: Impl, rules: Rules) -> Rules:
     _float32("conv", impl, rules["short_conv"])
     if not _wide(rules["conv_sum"].output):
-        _refuse("conv", impl, "it rounds once, after SiLU; set elementwise.conv=once")
+        refuse("conv", impl, "it rounds once, after SiLU; set elementwise.conv=once")
     return {
         "conv_state": replace(rules["conv_state"], impl=impl.name),
         "conv_sum": replace(rules["conv_sum"], impl=impl.name, inside="short_conv"),
@@ -158,16 +155,16 @@ def _kda(v: Variant, impl: Impl, rules: Rules) -> Rules:
     _float32("kda", impl, rules["decay_gate"])
     for phase, core in cores.items():
         if core not in (KdaCore.recurrent, KdaCore.chunk):
-            _refuse("kda", impl, f"it has no {core.name}; set kda.{phase} to recurrent or chunk")
+            refuse("kda", impl, f"it has no {core.name}; set kda.{phase} to recurrent or chunk")
     if v.kda.state not in (Store.keep, Store.f32):
-        _refuse("kda", impl, "it carries a float32 state; set kda.state=f32 or keep")
+        refuse("kda", impl, "it carries a float32 state; set kda.state=f32 or keep")
     if v.kda.l2_eps is not L2NormEps.eps_1e6:
-        _refuse("kda", impl, "its L2 norm has 1e-6 under the root; set kda.l2_eps=eps_1e6")
+        refuse("kda", impl, "its L2 norm has 1e-6 under the root; set kda.l2_eps=eps_1e6")
     chunked = KdaCore.chunk in cores.values()
     if chunked and v.kda.chunk_size != 64:
-        _refuse("kda", impl, "its chunks have 64 tokens; set kda.chunk_size=64")
+        refuse("kda", impl, "its chunks have 64 tokens; set kda.chunk_size=64")
     if chunked and v.kda.chunk_form not in KDA_FORMS[impl]:
-        _refuse("kda", impl, f"its chunks round as {KDA_FORMS[impl][0].name} does; set kda.chunk_form to that")
+        refuse("kda", impl, f"its chunks round as {KDA_FORMS[impl][0].name} does; set kda.chunk_form to that")
     gates = [s for s in GATES[impl] if _wide(rules[s].output)]
     out = {s: replace(rules[s], impl=impl.name, inside="kda_core") for s in gates}
     out["kda_state"] = replace(rules["kda_state"], impl=impl.name)
@@ -194,7 +191,7 @@ def _l2norms(v: Variant, impl: Impl, rules: Rules, phase: str, core: KdaCore) ->
         inner = CHUNK_FORMS[v.kda.chunk_form]
         if impl is Impl.fla and rules["short_conv"].storage is not inner:  # it stores what it reads
             if rules[keys[0]].output is not inner:
-                _refuse("kda", impl, "its chunks read bf16; set kda.inputs=bf16, or gemm=bf16")
+                refuse("kda", impl, "its chunks read bf16; set kda.inputs=bf16, or gemm=bf16")
             return {}
         return given if inner is None else {k: replace(r, output=inner, storage=inner) for k, r in given.items()}
     return {k: r for k, r in given.items() if _wide(r.output)}
@@ -203,12 +200,12 @@ def _l2norms(v: Variant, impl: Impl, rules: Rules, phase: str, core: KdaCore) ->
 def _mla(v: Variant, impl: Impl, rules: Rules) -> Rules:
     _float32("mla", impl, rules["kv_a_norm"])
     if v.mla.tile_order is not TileOrder.forward:
-        _refuse("mla", impl, "its recipe names no order of tiles but the first first; set mla.tile_order=forward")
+        refuse("mla", impl, "its recipe names no order of tiles but the first first; set mla.tile_order=forward")
     out: Rules = {}
     for phase in PHASES:
         core = getattr(v.mla, phase)
         if core not in TILED.get(impl, tuple(MlaCore)):
-            _refuse("mla", impl, f"it has no {core.name}; set mla.{phase} to flash or absorbed")
+            refuse("mla", impl, f"it has no {core.name}; set mla.{phase} to flash or absorbed")
         rule = rules[f"mla_core.{phase}"]
         probs = replace(rules[f"mla_probs.{phase}"], impl=impl.name)
         out[f"mla_probs.{phase}"] = replace(probs, inside="o_latent" if core is MlaCore.absorbed else "mla_core")
@@ -233,17 +230,11 @@ def _swiglu(v: Variant, impl: Impl, rules: Rules) -> Rules:
 
 def _float32(axis: str, impl: Impl, rule: Rule) -> None:
     if rule.accum is not DType.f32:
-        _refuse(
-            axis, impl, f"it computes in float32 and the recipe in {rule.accum.name}; set stream to f32 or narrower"
-        )
+        refuse(axis, impl, f"it computes in float32 and the recipe in {rule.accum.name}; set stream to f32 or narrower")
 
 
 def _wide(output: DType | None) -> bool:
     return output is None or output.precision >= DType.f32.precision
-
-
-def _refuse(axis: str, impl: Impl, why: str) -> NoReturn:
-    raise UsageError(f"variant.impl.{axis}={impl.name}: {why}, or choose impl.{axis}=torch")
 
 
 _AXES: dict[str, Callable[[Variant, Impl, Rules], Rules]] = {

@@ -5,11 +5,11 @@ They store bf16 between operations and sum in float32: the arithmetic of a bf16 
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NoReturn
 
-from variants.axes import Experts, KdaCore, MlaCore, NormVariance, Store, Variant
+from variants.axes import Experts, Impl, KdaCore, MlaCore, Store, Variant
 from variants.dtypes import DType
-from variants.errors import UsageError
+from variants.impl_rules_bf16 import check_stores, check_variance, scores_inside
+from variants.kernels import refuse
 from variants.recipe import Rule
 
 Rules = dict[str, Rule]
@@ -20,29 +20,33 @@ WIDE = ("router_weights", "kda_state", "conv_state")
 def refined(axis: str, v: Variant, rules: Mapping[str, Rule]) -> Rules:
     """The rules that change when an axis is set to row, after the general ones; raises UsageError where it cannot."""
     out = _AXES[axis](v, rules) if axis in _AXES else {}
-    for key, rule in {**rules, **out}.items():
-        if rule.impl == "row" and not rule.inside and key not in WIDE and rule.storage is not DType.bf16:
-            held = rule.storage.name if rule.storage else "what it computes"
-            _refuse(axis, f"it stores bf16 at {key}, the recipe {held}; start from variant fast_decode")
+    check_stores(axis, Impl.row, {**rules, **out}, wide=WIDE, start="fast_decode")
     return out
 
 
 def _norms(v: Variant, _: Mapping[str, Rule]) -> Rules:
-    if v.norm.variance is not NormVariance.stored:
-        _refuse("norms", "its variance is of the rounded sum; set norm.variance=stored")
+    check_variance(v, Impl.row)
     return {}
 
 
 def _kda(v: Variant, _: Mapping[str, Rule]) -> Rules:
     if v.kda.decode is not KdaCore.recurrent or v.kda.inputs is not Store.keep:
-        _refuse("kda", "it decodes step by step on q, k and v as they come; set kda.decode=recurrent, kda.inputs=keep")
+        refuse(
+            "kda",
+            Impl.row,
+            "it decodes step by step on q, k and v as they come; set kda.decode=recurrent, kda.inputs=keep",
+        )
     return {}
 
 
 def _mla(v: Variant, rules: Mapping[str, Rule]) -> Rules:
     """The products into and out of the latent are matrix-vector products too."""
     if (v.mla.prefill, v.mla.decode) != (MlaCore.flash, MlaCore.absorbed):
-        _refuse("mla", "it prefills in tiles and decodes over the latent; set mla.prefill=flash, mla.decode=absorbed")
+        refuse(
+            "mla",
+            Impl.row,
+            "it prefills in tiles and decodes over the latent; set mla.prefill=flash, mla.decode=absorbed",
+        )
     return {key: replace(rules[key], impl="row") for key in ("q_latent", "mla_core.decode")}
 
 
@@ -50,25 +54,20 @@ def _experts(v: Variant, rules: Mapping[str, Rule]) -> Rules:
     inner = (rules[s].output for s in ("expert_gate_up", "expert_silu", "expert_act", "expert_out"))
     narrow = all(f is DType.bf16 for f in inner) and rules["expert_down"].output in (None, DType.bf16)
     if v.moe.experts is not Experts.grouped or rules["routed"].option("round_each") or not narrow:
-        _refuse("experts", "it stores each value in bf16 and sums slots first to last, rounded once; start from "
-                           "variant fast_decode")  # fmt: skip
+        refuse("experts", Impl.row, "it stores each value in bf16 and sums slots first to last, rounded once; start "
+                                    "from variant fast_decode")  # fmt: skip
     return {}
 
 
 def _router(v: Variant, rules: Mapping[str, Rule]) -> Rules:
     """Scores, choice and weights are one kernel, whose scores nobody sees."""
-    scores = replace(rules["router_scores"], impl="row", inside="router_weights")
-    return {"router_scores": scores, "router_weights": replace(rules["router_weights"], impl="row")}
+    return scores_inside(Impl.row, rules)
 
 
 def _swiglu(v: Variant, rules: Mapping[str, Rule]) -> Rules:
     if any(rules[f"{n}_silu"].output is not DType.bf16 for n in ("mlp", "shared")):
-        _refuse("swiglu", "it rounds after SiLU too; set elementwise.swiglu=stepwise")
+        refuse("swiglu", Impl.row, "it rounds after SiLU too; set elementwise.swiglu=stepwise")
     return {}
-
-
-def _refuse(axis: str, why: str) -> NoReturn:
-    raise UsageError(f"variant.impl.{axis}=row: {why}, or choose impl.{axis}=torch")
 
 
 _AXES: dict[str, Callable[[Variant, Mapping[str, Rule]], Rules]] = {

@@ -25,7 +25,7 @@ as in `Batch`:
 import importlib
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 from variants.axes import Impl
 from variants.errors import DeviceError, UsageError
@@ -34,6 +34,12 @@ TRITON = "variants.bind_triton"
 FLA = "variants.bind_fla"
 VLLM = "variants.bind_vllm"
 ROW = "variants.bind_row"
+
+# What a set of kernels has that leaves no operation to torch.
+WHOLE = (
+    "linear", "rms_norm", "gated_rms_norm", "silu_and_mul", "short_conv", "delta_rule", "flash", "absorb", "absorbed",
+    "expand", "route", "experts",
+)  # fmt: skip
 
 # (operation, implementation): module and function. An axis of `ImplAxes` covers the operations of OPERATIONS.
 KERNELS: dict[tuple[str, Impl], str] = {
@@ -50,42 +56,10 @@ KERNELS: dict[tuple[str, Impl], str] = {
     ("gated_rms_norm", Impl.fla): f"{FLA}:gated_rms_norm",
     ("short_conv", Impl.fla): f"{FLA}:short_conv",
     ("delta_rule", Impl.fla): f"{FLA}:delta_rule",
-    **{
-        (operation, Impl.vllm): f"{VLLM}:{operation}"
-        for operation in (
-            "linear",
-            "rms_norm",
-            "gated_rms_norm",
-            "silu_and_mul",
-            "short_conv",
-            "delta_rule",
-            "flash",
-            "absorb",
-            "absorbed",
-            "expand",
-            "route",
-            "experts",
-        )
-    },
+    **{(operation, Impl.vllm): f"{VLLM}:{operation}" for operation in WHOLE},
     ("router", Impl.vllm): f"{VLLM}:linear",
     ("router", Impl.row): f"{ROW}:linear",
-    **{
-        (operation, Impl.row): f"{ROW}:{operation}"
-        for operation in (
-            "linear",
-            "rms_norm",
-            "gated_rms_norm",
-            "silu_and_mul",
-            "short_conv",
-            "delta_rule",
-            "flash",
-            "absorb",
-            "absorbed",
-            "expand",
-            "route",
-            "experts",
-        )
-    },
+    **{(operation, Impl.row): f"{ROW}:{operation}" for operation in WHOLE},
 }
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "kda": ("delta_rule",),
@@ -114,6 +88,11 @@ def has(axis: str, impl: Impl) -> bool:
 def choices(axis: str) -> tuple[str, ...]:
     """The implementations that an axis may name."""
     return tuple(impl.name for impl in Impl if has(axis, impl))
+
+
+def refuse(axis: str, impl: Impl, why: str) -> NoReturn:
+    """Raises UsageError: what an implementation cannot do on an axis of `ImplAxes`, and what would work."""
+    raise UsageError(f"variant.impl.{axis}={impl.name}: {why}, or choose impl.{axis}=torch")
 
 
 def kernel(operation: str, impl: str) -> Callable[..., Any]:
