@@ -60,6 +60,8 @@ BENIGN = {
         "f32 gemm=f32 kda.prefill=chunk kda.chunk_size=8 moe.experts=grouped mla.prefill=sdpa",
         "f32 kda.prefill=chunk mla.prefill=dense_f32 mla.decode=online_f32",
         "f32 kda.prefill=chunk kda.chunk_size=32 fused_projections=true mla.prefill=sdpa",
+        "f64_islands gemm=f32 kda.prefill=island_f32 kda.decode=island_f32",
+        "f64_islands gemm=f32 execution.batch=8 mla.prefill=flash mla.decode=flash moe.experts=grouped",
     ),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from experiments.gate import announced, environment_of, known_of, observe_engine, texts, with_gaps
 from experiments.words import Flags
 from harness import strict_json
-from harness.calibration import find_calibration
+from harness.calibration import Calibration, find_calibration
 from harness.compose import named_variant
 from harness.config import READS, Config, EngineChoice, EngineKind
 from harness.divergence import FAR
@@ -95,6 +95,7 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
     folder = checkpoint_folder(config.model.path)
     casts = shared_casts(str(folder), config.model.sha256, config.device.torch_name)
     stack.callback(casts.drop)
+    calibration = _calibration(config, casts)
     row.add({"model_hash": engine.info.model_sha256})
     check_vocabulary(golden, casts.checkpoint.config.vocab_size)
     seen: tuple[str, ...] = ()
@@ -111,7 +112,7 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
         reference=resolve(named_variant(config.reference), model),
         members=config.members,
         seed=config.seed,
-        calibration=find_calibration(casts.checkpoint.sha256),
+        calibration=calibration,
     )
     verdict, scored = judge_run(question, gate, contradictions=seen)
     row.add({"teacher_forced": _teacher_forced(golden, scored.top_ids[..., 0])})
@@ -124,8 +125,9 @@ def _outside(
     """An engine that cannot be looked into: beside the oracle where the golden's checkpoint is here, else by tokens."""
     row.add({"model_hash": engine.info.model_sha256})
     golden = with_gaps(golden, engine)
-    gate = run_gate(golden, engine, **known_of(config, golden, engine))
     casts = _oracle(config, golden)
+    calibration = None if casts is None else _calibration(config, casts)
+    gate = run_gate(golden, engine, **known_of(config, golden, engine))
     if casts is None:
         if config.declared is not None:
             raise UsageError(
@@ -146,11 +148,19 @@ def _outside(
         reference=resolve(named_variant(config.reference), casts.checkpoint.config),
         members=config.members,
         seed=config.seed,
-        calibration=find_calibration(casts.checkpoint.sha256),
+        calibration=calibration,
         scored=scored,
         finer=finer,
     )
     return judge_outside(question, gate), gate
+
+
+def _calibration(config: Settings, casts: Casts) -> Calibration | None:
+    """What correct variants of this checkpoint show. Raises UsageError, before anything runs, for too few members."""
+    found = find_calibration(casts.checkpoint.sha256)
+    if found is not None:
+        found.check_members(config.members)
+    return found
 
 
 def _oracle(config: Settings, golden: Golden) -> Casts | None:

@@ -103,12 +103,16 @@ class Calibration:
         shifts, tokens = own.logprob_shifts(deviations), own.known_tokens(deviations)
         return outside(shifts, self._correct(recipe, own, tokens)[..., -1:])
 
-    def _correct(self, recipe: Recipe, own: Envelope, tokens: int | None = None) -> np.ndarray:
-        if own.members < self.members:
+    def check_members(self, members: int) -> None:
+        """Raises UsageError for fewer members than it was made with."""
+        if members < self.members:
             raise UsageError(
-                f"the calibration was made with {self.members} members, got {own.members}; ask for as many, members="
+                f"the calibration was made with {self.members} members, got {members}; ask for as many, members="
                 f"{self.members}"
             )
+
+    def _correct(self, recipe: Recipe, own: Envelope, tokens: int | None = None) -> np.ndarray:
+        self.check_members(own.members)
         return self.correct(recipe, own.tokens if tokens is None else tokens)
 
 

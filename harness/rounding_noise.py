@@ -30,18 +30,21 @@ Where = tuple[str, int, str]
 MOVES = ("operand", "copy", "gather")
 CARRIED = ("conv_state", "kda_state")
 LATENT_SITES = ("q_latent", "o_latent")
+PRODUCTS = ("gemm", "bmm")
 COARSE_BITS = DType.f16.precision
 # rms error of one float32 operation on its own inputs, by local replay of `f32` and `incremental_chunk` on the shipped
 # checkpoint. Products of 128 to 768 terms lie between 2.1 and 3.3 whatever their length: the library sums in blocks,
-# and the row's rms grows with the sum. tests/test_envelope.py measures the table's effect on whole runs again.
+# and the row's rms grows with the sum. It sums in shorter blocks where a product has fewer than `MANY_ROWS` rows, and
+# `FEW_ROWS` stands for a product then. tests/test_envelope.py measures the table's effect on whole runs again.
 INTERNAL = {
-    "gemm": 2.8, "gemm_rows": 2.8, "gemm_columns": 2.8, "bmm": 2.8, "bmm_rows": 2.8, "taps": 0.7,
+    "gemm": 2.8, "gemm_columns": 2.8, "bmm": 2.8, "taps": 0.7,
     "conv1d": 0.7, "silu": 0.6,
     "silu_lanes": 0.6, "sigmoid": 0.9, "sigmoid_lanes": 0.9, "l2norm": 0.8, "softmax": 4.1,
     "rms_norm": 1.0, "scale_before": 1.0, "scale_after": 1.0, "island_f32": 2.5, "recurrent": 2.5,
     "recurrent_gemv": 2.5, "chunk": 2.5, "dense_f32": 1.1, "online_f32": 1.1, "flash": 1.1, "absorbed": 1.1,
     "sdpa": 1.1,
 }  # fmt: skip
+MANY_ROWS, FEW_ROWS = 4, 2.0
 KDA_STATE_INTERNAL = 1.5
 
 
@@ -181,10 +184,18 @@ def _noise_of(recipe: Recipe, config: ModelConfig, where: Where, rounded: set[Wh
     known = INTERNAL.get(rule.algorithm.removesuffix("_rows").removesuffix("_fused"), 0.0)
     if rule.algorithm.startswith("rms_norm"):
         known = INTERNAL["rms_norm"]
+    if rule.algorithm.startswith(PRODUCTS) and _few_rows(recipe, rule, phase):
+        known = FEW_ROWS
     if site == "mla_scores":
         narrow = rule.accum if rule.accum.precision <= COARSE_BITS else None
         return PlaceNoise((narrow, narrow) if narrow else ())  # the product's rounding and the scaling's
     return PlaceNoise(_formats(rule, config), _internal(rule.accum, known))
+
+
+def _few_rows(recipe: Recipe, rule: Rule, phase: str) -> bool:
+    """Whether a product runs with fewer than `MANY_ROWS` rows: a decoded token of a small batch, or each row alone."""
+    decoded = phase == "decode" and is_incremental(recipe) and recipe.execution.batch < MANY_ROWS
+    return decoded or rule.algorithm.endswith("_rows")
 
 
 def _formats(rule: Rule, config: ModelConfig) -> tuple[DType, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from instruments import CARRIER, battery, engine, faulty, findings, planted, replay, shipped
 from torch import Tensor
 
+from experiments.cli import main
 from experiments.verdict import Settings
 from harness.agreement import Agreement, PromptAgreement
 from harness.agreement import Divergence as GateDivergence
@@ -505,3 +507,11 @@ def test_a_fault_that_candidate_and_replay_share_is_not_cleared(monkeypatch: pyt
     assert (v.run_class, v.confidence) == (RunClass.defect, "high")
     assert [f.instrument for f in v.findings] == ["definition", "envelope"]
     assert v.site == "kda_core"
+
+
+def test_too_few_members_are_refused_before_a_token_is_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("experiments.verdict.run_gate", lambda *_, **__: pytest.fail("a token was run"))
+    assert main(["verdict", "variant=f32", "members=4", f"results={tmp_path}"]) == UsageError.exit_code
+    assert "made with 8 members, got 4; ask for as many" in capsys.readouterr().err

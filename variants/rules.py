@@ -2,18 +2,7 @@
 
 from dataclasses import dataclass
 
-from variants.axes import (
-    Gemm,
-    KdaCore,
-    MlaCore,
-    NormRounding,
-    Order,
-    Router,
-    Store,
-    Stream,
-    TileOrder,
-    Variant,
-)
+from variants.axes import Gemm, KdaCore, MlaCore, NormRounding, Order, Router, Store, Stream, TileOrder, Variant
 from variants.dtypes import DType, widest
 from variants.model_config import ModelConfig
 from variants.recipe import Rule
