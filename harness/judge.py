@@ -1,7 +1,8 @@
 """Every teacher-forced divergence of a run with its cause: rounding, routing, a tie, or none of these.
 
 The candidate walks beside the oracle and the members of its own envelope; the golden's recorded logprobs are held
-against the envelope of an engine like the one that made it. What neither explains is tried as routing, causally.
+against the envelope of an engine like the one that made it. What neither explains is tried as routing, causally; so is
+what only a sigma explains in which the members' own experts have changed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from variants.recipe import Recipe
 from variants.rounding import NoProbe
 
 ALPHA = 1e-3  # family-wise, over every divergence and both sides
+# A sigma this many times the usual noise has members in it whose experts changed; the exchange that a side is said to
+# have made must then bring the oracle's margin to within the usual noise of it, at this level.
+SPLIT, AMPLIFIED_P = 2.0, 0.01
 MakeRow = Callable[[int, Tap], Stepper]
 
 
@@ -66,6 +70,12 @@ def noise_nats(own: Envelope) -> float:
     """Typical noise of a top-2 difference under the recipe, in nats: rms over positions of the oracle's two best."""
     spread = own.deviations[:, :, 0] - own.deviations[:, :, 1]
     return float(np.sqrt(np.mean(spread**2)))
+
+
+def _usual_noise(own: Envelope) -> float:
+    """As `noise_nats`, at the median position: a few where members' experts change do not move it."""
+    spread = own.deviations[:, :, 0] - own.deviations[:, :, 1]
+    return float(np.median(np.sqrt(np.mean(spread**2, axis=0))))
 
 
 def _oracle_logits(e: Evidence, n: int) -> Tensor:
@@ -110,7 +120,21 @@ def _judge(e: Evidence, n: int, t: int, alpha: float) -> Divergence:
         verdict = _candidate_routing(e, verdict, members, alpha)
     if verdict.cause is Cause.golden_side or (verdict.cause is Cause.routing and _golden_off(verdict, members, alpha)):
         verdict = _golden_routing(e, verdict, members, alpha)
-    return verdict
+    return _amplified(e, verdict, members) if verdict.cause is Cause.rounding else verdict
+
+
+def _amplified(e: Evidence, d: Divergence, members: int) -> Divergence:
+    """A shift that is rounding by a wide sigma alone, with the exchange of experts that made it, if one did."""
+    for name, own in (("candidate", e.own), ("golden", e.reference)):
+        side: Side = getattr(d, name)
+        usual = replace(side, sigma=_usual_noise(own))
+        if side.sigma <= SPLIT * usual.sigma or side_p(usual, d.margin, members) >= AMPLIFIED_P:
+            continue
+        search = _candidate_routing if name == "candidate" else _golden_routing
+        found = search(e, replace(d, **{name: usual}), members, AMPLIFIED_P)
+        if found.cause is Cause.routing:
+            return replace(d, cause=Cause.routing, evidence=found.evidence)
+    return d
 
 
 def _golden_off(d: Divergence, members: int, alpha: float) -> bool:

@@ -15,7 +15,7 @@ from harness.envelope import envelope
 from harness.forced_errors import Battery
 from harness.forced_values import ModelCandidate
 from harness.golden import Golden
-from harness.judge import CANDIDATE, Evidence, choices_of, divergences
+from harness.judge import ALPHA, CANDIDATE, Evidence, choices_of, divergences
 from harness.routing import (
     Build,
     Choice,
@@ -256,14 +256,20 @@ def flipping_within_rounding() -> tuple[Choice, Routed]:
     raise AssertionError("no exchange of these models flips a token; take another seed")
 
 
-def judged(routed: Routed) -> list[Divergence]:
-    """The judge on a golden that the oracle itself would have written, where its token is not the candidate's."""
+def judged(routed: Routed, *, split: float = 0.0) -> list[Divergence]:
+    """The judge on a golden that the oracle itself would have written, where its token is not the candidate's.
+
+    split: nats by which a member's own exchange of experts moved the watched tokens where the candidate diverges.
+    """
     build, recipe = builder(routed.casts), declared(routed.casts)
     golden = Golden(name="own", prompts=(tuple(PROMPT),), tokens=np.array([[routed.tokens]], np.int32))
     chosen = _chosen(routed)
     watched = Battery(prompts=[PROMPT], continuations=[routed.tokens], watch=np.stack([golden.tokens[0], chosen], -1))
     candidate = ModelCandidate(routed.candidate)
     own = envelope(recipe, routed.casts, watched, members=6, candidates={CANDIDATE: candidate})
+    if split:
+        at = (chosen != golden.tokens[0]).ravel()
+        own.deviations[0, at] += split * np.arange(own.deviations.shape[-1])
     evidence = Evidence(
         golden=golden, chosen=chosen, own=own, reference=own, declared=recipe, golden_recipe=recipe, oracle=build,
         truth=build, make_row=lambda n, tap: Sequences(routed.candidate(tap), [PROMPT], TOKENS),
@@ -292,6 +298,18 @@ def test_experts_exchanged_within_rounding_are_rounding_amplified() -> None:
     assert evidence["gap"] == float(f"{choice.gap:.3g}") < 2e-6
     assert evidence["side"] == "candidate"
     assert "rounding amplified by routing (layer" in found[0].reason
+
+
+def test_a_sigma_that_is_wide_by_a_members_own_exchange_does_not_hide_the_candidates() -> None:
+    """Within such a sigma the far token is rounding; that it came by routing is told, and only where it did."""
+    choice, routed = flipping_within_rounding()
+    within = judged(routed, split=30.0)
+    assert within
+    assert all(d.p > ALPHA and d.cause is Cause.routing for d in within)
+    assert within[0].evidence["experts"] == f"[{choice.chosen[-1]}] -> [{choice.runner_up}]"
+    choice, tokens = flipping()
+    apart = judged(Routed(odd(), choice, tokens), split=30.0)
+    assert {d.cause for d in apart} == {Cause.rounding}
 
 
 def test_the_same_exchange_over_a_wide_gap_is_a_defect() -> None:
