@@ -6,18 +6,26 @@ did not take part in fixing what is normal.
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
 from experiments.words import Flags
-from harness.calibration import UNIT, Calibration, calibrate, load_calibration, write_calibration
+from harness.calibration import UNIT, Calibration, Measured, calibrate, load_calibration, measured, write_calibration
 from harness.compose import load
 from harness.config import Config, EngineKind
 from harness.engines.assets import checkpoint_folder
+from harness.forced_errors import Battery
+from harness.gate import part_of
+from harness.golden import Golden, load_golden
+from harness.progress import tracked
 from harness.text_table import text_table
 from variants.errors import InputError, UsageError
+from variants.weights import Casts
 
 OUT = "assets/calibration/kimi_linear_12m.json"
 BENIGN = {
@@ -60,20 +68,21 @@ BENIGN = {
         "f32 gemm=f32 kda.prefill=chunk kda.chunk_size=8 moe.experts=grouped mla.prefill=sdpa",
         "f32 kda.prefill=chunk mla.prefill=dense_f32 mla.decode=online_f32",
         "f32 kda.prefill=chunk kda.chunk_size=32 fused_projections=true mla.prefill=sdpa",
-        "f64_islands gemm=f32 kda.prefill=island_f32 kda.decode=island_f32",
-        "f64_islands gemm=f32 execution.batch=8 mla.prefill=flash mla.decode=flash moe.experts=grouped",
+        "f64_islands gemm=f32 moe.router=f32 kda.prefill=island_f32 kda.decode=island_f32",
+        "f64_islands gemm=f32 moe.router=f32 execution.batch=8 mla.prefill=flash mla.decode=flash moe.experts=grouped",
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Config):
-    """members: noisy runs for each variant. out: the file that is written."""
+    """members: noisy runs for each variant. workers: processes. out: the file that is written."""
 
     golden: str = "wide"
     limit: int = 24
     max_tokens: int = 4
     members: int = 8
+    workers: int = 1
     out: str = OUT
 
     def __post_init__(self) -> None:
@@ -82,36 +91,64 @@ class Settings(Config):
             raise UsageError(f"calibrate runs variants, and engine={self.engine.kind.name} has none; leave engine= out")
         if self.members < 3:
             raise UsageError(f"members={self.members}: expected at least 3, their spread is read off them")
+        if self.workers < 1:
+            raise UsageError(f"workers={self.workers}: expected 1 or more")
 
 
 def run(config: Settings, flags: Flags) -> int:
     """Measure, write, and print what changed against the file that was there."""
-    from harness.engines.local import shared_casts
-    from harness.forced_errors import Battery
-    from harness.gate import part_of
-    from harness.golden import load_golden
-    from harness.numerics import check_device, policy
+    from harness.numerics import check_device
 
     check_device(config.device)
     out = Path(config.out)
     before = _there(out)
-    golden = part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
-    folder = str(checkpoint_folder(config.model.path))
-    casts = shared_casts(folder, config.model.sha256, config.device.torch_name)
     labels = [words for group in BENIGN.values() for words in group]
-    variants = {words: load([f"variant={words.split()[0]}", *_changes(words)]).variant for words in labels}
-    with policy(config.device):
-        found = calibrate(
-            casts,
-            variants,
-            Battery.of(golden),
-            members=config.members,
-            seed=config.seed,
-            named={"golden": config.golden, "golden_hash": golden.hash},
-        )
+    found = calibrate(
+        tracked("calibrate", _measured(config, labels), len(labels)),
+        model_sha256=_casts(config).checkpoint.sha256,
+        battery=_battery(config),
+        members=config.members,
+        seed=config.seed,
+        named={"golden": config.golden, "golden_hash": _golden(config).hash},
+    )
     write_calibration(found, out)
     print(json.dumps(found.as_dict() | {"hash": found.hash}) if flags.json else _text(found, before, out))
     return 0
+
+
+def _measured(config: Settings, labels: Sequence[str]) -> Iterator[Measured]:
+    """Each variant in order; one worker is this process."""
+    if config.workers == 1:
+        yield from (measure(config, words) for words in labels)
+        return
+    pool = ProcessPoolExecutor(config.workers, mp_context=get_context("spawn"))
+    try:
+        yield from pool.map(measure, [config] * len(labels), labels)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def measure(config: Settings, words: str) -> Measured:
+    """One benign variant, by the words that compose it, in this process."""
+    from harness.numerics import policy
+
+    variant = load([f"variant={words.split()[0]}", *(f"variant.{change}" for change in words.split()[1:])]).variant
+    with policy(config.device):
+        return measured(words, variant, _casts(config), _battery(config), members=config.members, seed=config.seed)
+
+
+def _casts(config: Settings) -> Casts:
+    from harness.engines.local import shared_casts
+
+    return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, config.device.torch_name)
+
+
+def _golden(config: Settings) -> Golden:
+    return part_of(load_golden(config.golden), prompts=config.limit, tokens=config.max_tokens)
+
+
+def _battery(config: Settings) -> Battery:
+    return Battery.of(_golden(config))
 
 
 def _there(out: Path) -> Calibration | None:
@@ -123,10 +160,6 @@ def _there(out: Path) -> Calibration | None:
     except InputError as error:
         print(f"replacing {out}: {error}", file=sys.stderr)
         return None
-
-
-def _changes(words: str) -> list[str]:
-    return [f"variant.{change}" for change in words.split()[1:]]
 
 
 def _text(found: Calibration, before: Calibration | None, out: Path) -> str:

@@ -9,7 +9,7 @@ kept, so that the order of float64 sums does not change the hash.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ class Benign:
     family: str
     recipe_hash: str
     shifts: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+Measured = tuple[Benign, tuple[str, ...]]  # a variant's shifts, and the places they are of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,38 +135,37 @@ def family(recipe: Recipe) -> str:
     return min((f for r in rules for f in (r.output, r.accum) if f is not None), key=lambda d: d.precision).name
 
 
+def measured(label: str, variant: Variant, casts: Casts, battery: Battery, *, members: int, seed: int) -> Measured:
+    """One variant against its own envelope."""
+    recipe = resolve(variant, casts.checkpoint.config)
+    found = envelope(
+        recipe, casts, battery, members=members, seed=seed, candidates={CANDIDATE: of_recipe(recipe, casts)}
+    )
+    places = (*(f"{site}@{layer}" for site, layer in found.places), LOGPROBS)
+    return _benign(label, recipe, found, _lengths(battery)), places
+
+
 def calibrate(
-    casts: Casts,
-    variants: Mapping[str, Variant],
-    battery: Battery,
-    *,
-    members: int,
-    seed: int,
-    named: Mapping[str, str],
+    found: Iterable[Measured], *, model_sha256: str, battery: Battery, members: int, seed: int, named: Mapping[str, str]
 ) -> Calibration:
-    """Measure every variant against its own envelope; `named`: golden and golden_hash, for the record."""
+    """What was measured of every variant as one calibration; `named`: golden and golden_hash, for the record."""
     import torch
 
-    benign, places = [], ()
-    tokens = min(len(c) for c in battery.continuations)
-    lengths = tuple(sorted({1, tokens}))
-    for label, variant in variants.items():
-        recipe = resolve(variant, casts.checkpoint.config)
-        found = envelope(
-            recipe, casts, battery, members=members, seed=seed, candidates={CANDIDATE: of_recipe(recipe, casts)}
-        )
-        benign.append(_benign(label, recipe, found, lengths))
-        places = tuple(f"{site}@{layer}" for site, layer in found.places)
+    benign, places = zip(*found, strict=True)
     return Calibration(
-        model_sha256=casts.checkpoint.sha256,
-        lengths=lengths,
+        model_sha256=model_sha256,
+        lengths=_lengths(battery),
         members=members,
         seed=seed,
         torch=torch.__version__,
-        places=(*places, LOGPROBS),
-        benign=tuple(benign),
+        places=places[0],
+        benign=benign,
         **named,
     )
+
+
+def _lengths(battery: Battery) -> tuple[int, ...]:
+    return tuple(sorted({1, min(len(c) for c in battery.continuations)}))
 
 
 def of_recipe(recipe: Recipe, casts: Casts) -> ModelCandidate:

@@ -26,7 +26,7 @@ PLACED = ("ladder_replay", "replay_f64", "replay_f32", "replay", "ladder", "enve
 INSTRUMENTS = (
     "benign_null", "calibration", "envelope", "expected", "forced_errors", "forced_values", "inspect", "ladder",
     "local_replay", "lockstep", "op_error", "oracle", "power", "power_cells", "power_rules", "power_watch", "probes",
-    "rounding_noise", "significance",
+    "product_error", "rounding_noise", "significance",
 )  # fmt: skip
 CELL = ("key", "setting", "subject", "defect", "family", "severity", "spread", "battery", "seed")
 TRUTH = ("want_sites", "want_layer", "exercised", "effect", "seconds")

@@ -5,7 +5,8 @@
 - A value that is only moved (an operand, a copy, the embedding) is rounded only if it did not fit its format yet: that
   is read off a short run of the variant itself, not off its declaration.
 - An operation in float32 also rounds inside. Its own error is up to seven times that of storing its result, so a
-  recipe of float32 needs it: `INTERNAL`, in units of u(float32) times the rms of the result's last dimension.
+  recipe of float32 needs it, in units of u(float32) times the rms of the result's last dimension: `INTERNAL`, and of a
+  product what this machine's library loses (`harness.product_error`).
 - After the first place of at most 11 bits, finer roundings are left out: they add under 2^-24 to the variance there.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.product_error import MANY_ROWS, product_units, terms_of
 from variants import decode
 from variants.axes import Execution
 from variants.dtypes import DType, round_to
@@ -33,18 +35,14 @@ LATENT_SITES = ("q_latent", "o_latent")
 PRODUCTS = ("gemm", "bmm")
 COARSE_BITS = DType.f16.precision
 # rms error of one float32 operation on its own inputs, by local replay of `f32` and `incremental_chunk` on the shipped
-# checkpoint. Products of 128 to 768 terms lie between 2.1 and 3.3 whatever their length: the library sums in blocks,
-# and the row's rms grows with the sum. It sums in shorter blocks where a product has fewer than `MANY_ROWS` rows, and
-# `FEW_ROWS` stands for a product then. tests/test_envelope.py measures the table's effect on whole runs again.
+# checkpoint. tests/test_envelope.py measures the table's effect on whole runs again.
 INTERNAL = {
-    "gemm": 2.8, "gemm_columns": 2.8, "bmm": 2.8, "taps": 0.7,
-    "conv1d": 0.7, "silu": 0.6,
+    "taps": 0.7, "conv1d": 0.7, "silu": 0.6,
     "silu_lanes": 0.6, "sigmoid": 0.9, "sigmoid_lanes": 0.9, "l2norm": 0.8, "softmax": 4.1,
     "rms_norm": 1.0, "scale_before": 1.0, "scale_after": 1.0, "island_f32": 2.5, "recurrent": 2.5,
     "recurrent_gemv": 2.5, "chunk": 2.5, "dense_f32": 1.1, "online_f32": 1.1, "flash": 1.1, "absorbed": 1.1,
     "sdpa": 1.1,
 }  # fmt: skip
-MANY_ROWS, FEW_ROWS = 4, 2.0
 KDA_STATE_INTERNAL = 1.5
 
 
@@ -153,7 +151,7 @@ def noise_plan(recipe: Recipe, casts: Casts, prompt: Sequence[int]) -> dict[Wher
     config, seen = casts.checkpoint.config, _Arrivals()
     model = Model(config, recipe, Weights(casts, recipe.semantics), probe=seen)
     decode.steps(model, [list(prompt)], 3, lambda t, logits: decode.greedy(logits))
-    plan = {w: _noise_of(recipe, config, w, seen.rounded) for w in _wheres(config)}
+    plan = {w: _noise_of(recipe, casts, w, seen.rounded) for w in _wheres(config)}
     for where in plan:
         rule = recipe.rule(*where)
         if rule.algorithm == "softplus" and rule.accum is DType.f32 and plan[where]:
@@ -171,8 +169,9 @@ def _wheres(config: ModelConfig) -> list[Where]:
     return [(site, layer, phase) for phase in PHASES for site, layer in places(config) if site not in INTEGER]
 
 
-def _noise_of(recipe: Recipe, config: ModelConfig, where: Where, rounded: set[Where]) -> PlaceNoise:
+def _noise_of(recipe: Recipe, casts: Casts, where: Where, rounded: set[Where]) -> PlaceNoise:
     site, layer, phase = where
+    config = casts.checkpoint.config
     rule = recipe.rule(site, layer, phase)
     if site in CARRIED and not is_incremental(recipe):
         return PlaceNoise()  # what is carried out of a whole prefix is never read
@@ -184,18 +183,19 @@ def _noise_of(recipe: Recipe, config: ModelConfig, where: Where, rounded: set[Wh
     known = INTERNAL.get(rule.algorithm.removesuffix("_rows").removesuffix("_fused"), 0.0)
     if rule.algorithm.startswith("rms_norm"):
         known = INTERNAL["rms_norm"]
-    if rule.algorithm.startswith(PRODUCTS) and _few_rows(recipe, rule, phase):
-        known = FEW_ROWS
+    if rule.algorithm.startswith(PRODUCTS) and rule.accum.precision < DType.f64.precision:
+        many = _many_rows(recipe, rule, site, phase)
+        known = product_units(terms_of(site, layer, config), many=many, device=casts.device)
     if site == "mla_scores":
         narrow = rule.accum if rule.accum.precision <= COARSE_BITS else None
         return PlaceNoise((narrow, narrow) if narrow else ())  # the product's rounding and the scaling's
     return PlaceNoise(_formats(rule, config), _internal(rule.accum, known))
 
 
-def _few_rows(recipe: Recipe, rule: Rule, phase: str) -> bool:
-    """Whether a product runs with fewer than `MANY_ROWS` rows: a decoded token of a small batch, or each row alone."""
-    decoded = phase == "decode" and is_incremental(recipe) and recipe.execution.batch < MANY_ROWS
-    return decoded or rule.algorithm.endswith("_rows")
+def _many_rows(recipe: Recipe, rule: Rule, site: str, phase: str) -> bool:
+    """Whether a product has the form of many rows: neither a few sequences' last tokens nor each row alone."""
+    last = (phase == "decode" and is_incremental(recipe)) or site == "lm_head"
+    return not rule.algorithm.endswith("_rows") and not (last and recipe.execution.batch < MANY_ROWS)
 
 
 def _formats(rule: Rule, config: ModelConfig) -> tuple[DType, ...]:

@@ -21,6 +21,7 @@ from harness.calibration import (
     family,
     find_calibration,
     load_calibration,
+    measured,
     of_recipe,
     shipped_calibration,
     write_calibration,
@@ -117,7 +118,13 @@ def test_calibrating_twice_gives_the_same_hash_and_another_seed_another() -> Non
     battery = Battery(prompts=[tiny.prompt(4), tiny.prompt(6)], continuations=[[5, 6, 7], [8, 9, 10]])
     variants = {"a": BF16, "b": replace(BF16, logits=Store.f32)}
     named = {"golden": "g", "golden_hash": "h"}
-    made_ = [calibrate(casts, variants, battery, members=3, seed=s, named=named) for s in (0, 0, 1)]
+    shared = {"battery": battery, "members": 3, "named": named, "model_sha256": casts.checkpoint.sha256}
+
+    def made_with(seed: int) -> Calibration:
+        each = (measured(name, v, casts, battery, members=3, seed=seed) for name, v in variants.items())
+        return calibrate(each, seed=seed, **shared)
+
+    made_ = [made_with(seed) for seed in (0, 0, 1)]
     assert made_[0].hash == made_[1].hash != made_[2].hash
     assert made_[0].places == ("mlp_residual@0", "mlp_residual@1", "mlp_residual@2", "lm_head@3", "logprobs")
     assert made_[0].lengths == (1, 3)
@@ -192,13 +199,13 @@ def test_p_values_are_uniform_for_correct_runs_at_any_size(prompts: int, length:
 
 
 def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    """`neartie calibrate` with two variants and a short battery stores them under out=, twice the same."""
+    """`neartie calibrate` with two variants and a short battery stores them under out=, the same from two processes."""
     monkeypatch.setattr(command, "BENIGN", {"bf16": ("bf16_stream logits=bf16", "bf16_stream kda.chunk_size=32")})
     out = tmp_path / "c.json"
     words = ["calibrate", f"out={out}", "limit=2", "max_tokens=2", "members=3", "device.threads=1"]
     assert main(words) == 0
     capsys.readouterr()
-    assert main(words) == 0
+    assert main([*words, "workers=2"]) == 0
     head = capsys.readouterr().out.splitlines()[0]
     assert "2 benign variants, 2 prompts x 2 tokens" in head
     assert head.endswith(", the same")
