@@ -148,7 +148,8 @@ def gated(y, gate, weight, eps, D: tl.constexpr, OUT: tl.constexpr):
 
 @triton.jit
 def choice_keys(logits, bias, E: tl.constexpr, BE: tl.constexpr):
-    """Integers in the order of score + bias, of equal ones the lowest id first: [COPIES, BE], all rows alike.
+    """Integers in the order of score + bias, of equal ones the lowest id first, and the scores: [COPIES, BE], all
+    rows alike.
 
     The logits may have been stored by other programs of this launch, so they are read past the first cache.
     """
@@ -156,7 +157,7 @@ def choice_keys(logits, bias, E: tl.constexpr, BE: tl.constexpr):
     score = sigmoid(tl.load(logits + at, mask=at < E, other=0.0, cache_modifier=".cg").to(tl.float32))
     bits = (score + tl.load(bias + at, mask=at < E, other=0.0).to(tl.float32)).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    return tl.where(at < E, order * 65536 + (BE - 1 - at), FIRST)
+    return tl.where(at < E, order * 65536 + (BE - 1 - at), FIRST), score
 
 
 @triton.jit
@@ -166,28 +167,29 @@ def routing(
 ):  # fmt: skip
     """Ids and float32 weights of all slots of one token.
 
-    Every warp does all of it, on a row of its own, so that no step waits for another warp; all store the same.
+    Every warp does all of it, on a row of its own, so that no step waits for another warp; all store the same. A chosen
+    score is taken out of its row by a mask, which is exact: to read it again would wait for memory at every slot.
     """
     same = tl.zeros([COPIES], tl.int32)
-    key = choice_keys(logits, bias, E, BE)
+    key, scores = choice_keys(logits, bias, E, BE)
     total, found = tl.zeros([COPIES], tl.float32), ()
     for j in tl.static_range(SLOTS):
         best = tl.max(key, 1)
-        key = tl.where(key == best[:, None], FIRST, key)
-        expert = BE - 1 - (best & 65535)
-        score = sigmoid(tl.load(logits + expert, cache_modifier=".cg").to(tl.float32))
+        chosen = key == best[:, None]
+        key = tl.where(chosen, FIRST, key)
+        score = tl.sum(tl.where(chosen, scores, 0.0), 1)
         total += score
         found = found + (score,)  # noqa: RUF005 (the compiler has no unpacking)
-        tl.store(ids + j + same, expert)
+        tl.store(ids + j + same, BE - 1 - (best & 65535))
     for j in tl.static_range(SLOTS):
-        chosen = found[j]
+        weight = found[j]
         if BEFORE:
-            chosen = chosen * factor
+            weight = weight * factor
         if RENORMALIZE:
-            chosen = chosen / (total + 1e-20)
+            weight = weight / (total + 1e-20)
         if not BEFORE:
-            chosen = chosen * factor
-        tl.store(weights + j + same, chosen)
+            weight = weight * factor
+        tl.store(weights + j + same, weight)
 
 
 @triton.jit
