@@ -58,8 +58,9 @@ RUN: tuple[Command, ...] = (
             "Each variant: the gate three times (repeats must be bit-identical), and the\n"
             "wide golden once, freely and teacher-forced, unless it recomputes. Then the\n"
             "table: published beside the ledger's CPU and GPU rows, the shipped ones too.\n"
-            "variants=[A,B]  only these; left out, all that this machine can run\n"
+            "variants=[A,B]  only these, A+impl.norms=torch too; left out, all that can run\n"
             "repeats=3  wide=wide  wide_batch=16  wide='' leaves the second battery out\n"
+            "gate_batch=8  prompts of the gate that run together\n"
             "limit=N  max_tokens=N  only the first prompts, the first tokens of each\n"
             "The same: neartie experiment=campaign."
         ),
