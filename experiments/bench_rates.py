@@ -4,6 +4,7 @@ Each is on weights of the model's geometry, ours and the library's on the same r
 """
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def run(config: Settings, flags: Flags) -> int:
     _check(config)
     asked = Asked(contexts=tuple(config.contexts), batches=tuple(config.batches), prefills=tuple(config.prefills),
                   steps=config.steps, seed=config.seed)  # fmt: skip
-    rates = Rates()
+    rates = Rates(told=_tell)
     with Ledger(Path(config.results) / "ledger").begin({**announced(config, flags, "bench"), "golden": None}) as row:
         row.add({"environment": environment_of(config)})
         with peak_memory("cuda:0" if config.engine.kind is EngineKind.vllm else config.device.torch_name) as memory:
@@ -93,6 +94,10 @@ def _record(rates: Rates) -> dict[str, Any]:
 def _rate(row: Measured) -> Rate:
     each, t = row.tok_s * row.ms.median, row.ms
     return Rate(median=row.tok_s, low=each / t.high, high=each / t.low, steps=t.repeats)
+
+
+def _tell(r: Measured) -> None:
+    print(f"neartie: {r.path} {r.phase} {r.sequences} x {r.tokens}: {r.ms.median:.3f} ms", file=sys.stderr, flush=True)
 
 
 def _text(rates: Rates) -> str:

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from harness.device_timing import Timed
+from variants.errors import EngineError
 
 PROMPT = 32  # tokens of each prompt where sequences decode together
+# of an engine that is somebody else's code, whose own checks are asserts
+FAILURES = (EngineError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError)
 WARM_STEPS = 4  # of a run that is in no figure, so that no step compiles
 
 
@@ -61,20 +64,25 @@ class Row:
 
 @dataclass(kw_only=True)
 class Rates:
-    """Rows as they are found, and why a path could not be timed. about: the engine's own settings and versions."""
+    """Rows as they are found, and why a path could not be timed. about: the engine's own settings and versions.
 
+    told: called with each row, so that a run that is killed has said what it found.
+    """
+
+    told: Callable[[Row], None] = lambda row: None
     rows: list[Row] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
     def add(self, path: str, phase: str, size: tuple[int, int], ms: Timed) -> None:
         self.rows.append(Row(path=path, phase=phase, sequences=size[0], tokens=size[1], ms=ms))
+        self.told(self.rows[-1])
 
     def attempt(self, path: str, what: Callable[[], None]) -> None:
         """Run a path's measurements; what it cannot do is its line in `refused`, and its earlier rows stay."""
         try:
             what()
-        except (RuntimeError, ValueError, NotImplementedError, AttributeError) as error:
+        except FAILURES as error:
             self.refused[path] = (str(error).strip() or type(error).__name__).splitlines()[0]
 
     def record(self) -> dict[str, Any]:
