@@ -72,22 +72,27 @@ def project_kernel(
 ):  # fmt: skip
     """A product with what it reads made on the way in; a program takes every so many blocks of BN rows.
 
-    Two blocks are under way before the wait, and one while one is summed. RESIDUAL: the product is added to the stream
-    instead of stored. TOP: the largest result and its row are kept in `best`.
+    The next block is under way while one is summed; before the wait two are, where rows are one power of two, for then
+    the registers hold them. RESIDUAL: the product is added to the stream instead of stored. TOP: the largest result and
+    its row are kept in `best`.
     """
     pid, step = tl.program_id(0), tl.num_programs(0)
     rows = pid * BN + tl.arange(0, BN)
     after = rows + step * BN
     w1, w2 = tile(weight, rows, rows < n, K, 0, K1), second(weight, rows, rows < n, K, K1, K2)
-    n1, n2 = tile(weight, after, after < n, K, 0, K1), second(weight, after, after < n, K, K1, K2)
+    if K2 == 0:
+        n1, n2 = tile(weight, after, after < n, K, 0, K1), second(weight, after, after < n, K, K1, K2)
     top = tl.full([BN], LOWEST, tl.int64)
     enter(PDL)
     x1, x2 = _operand(x, norm, eps, K, K1, K2, READ)
     for _ in range(pid, tl.cdiv(n, BN), step):
         later, ok = after + step * BN, rows < n
+        if K2 > 0:
+            n1, n2 = tile(weight, after, after < n, K, 0, K1), second(weight, after, after < n, K, K1, K2)
         y = narrow(dots(w1, w2, x1, x2, K2), BF16)
         w1, w2 = n1, n2
-        n1, n2 = tile(weight, later, later < n, K, 0, K1), second(weight, later, later < n, K, K1, K2)
+        if K2 == 0:
+            n1, n2 = tile(weight, later, later < n, K, 0, K1), second(weight, later, later < n, K, K1, K2)
         if RESIDUAL:
             y = narrow(tl.load(stream + rows, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32), BF16)
             tl.store(stream + rows, y, mask=ok)

@@ -148,8 +148,7 @@ def gated(y, gate, weight, eps, D: tl.constexpr, OUT: tl.constexpr):
 
 @triton.jit
 def choice_keys(logits, bias, E: tl.constexpr, BE: tl.constexpr):
-    """Integers in the order of score + bias, of equal ones the lowest id first, and the scores: [COPIES, BE], all
-    rows alike.
+    """Integers in the order of score + bias, of equal ones the lowest id first: [COPIES, BE], all rows alike.
 
     The logits may have been stored by other programs of this launch, so they are read past the first cache.
     """
@@ -157,7 +156,7 @@ def choice_keys(logits, bias, E: tl.constexpr, BE: tl.constexpr):
     score = sigmoid(tl.load(logits + at, mask=at < E, other=0.0, cache_modifier=".cg").to(tl.float32))
     bits = (score + tl.load(bias + at, mask=at < E, other=0.0).to(tl.float32)).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    return tl.where(at < E, order * 65536 + (BE - 1 - at), FIRST), score
+    return tl.where(at < E, order * 65536 + (BE - 1 - at), FIRST)
 
 
 @triton.jit
@@ -167,22 +166,23 @@ def routing(
 ):  # fmt: skip
     """Ids and float32 weights of all slots of one token.
 
-    Every warp does all of it, on a row of its own, so that no step waits for another warp; all store the same. A chosen
-    score is taken out of its row by a mask, which is exact: to read it again would wait for memory at every slot.
+    Every warp does all of it, on a row of its own, so that no step waits for another warp; all store the same. The
+    chosen logits are read again when all are chosen, so that they wait for memory once.
     """
     same = tl.zeros([COPIES], tl.int32)
-    key, scores = choice_keys(logits, bias, E, BE)
-    total, found = tl.zeros([COPIES], tl.float32), ()
-    for j in tl.static_range(SLOTS):
+    key = choice_keys(logits, bias, E, BE)
+    total, experts, found = tl.zeros([COPIES], tl.float32), (), ()
+    for _ in tl.static_range(SLOTS):
         best = tl.max(key, 1)
-        chosen = key == best[:, None]
-        key = tl.where(chosen, FIRST, key)
-        score = tl.sum(tl.where(chosen, scores, 0.0), 1)
-        total += score
-        found = found + (score,)  # noqa: RUF005 (the compiler has no unpacking)
-        tl.store(ids + j + same, BE - 1 - (best & 65535))
+        key = tl.where(key == best[:, None], FIRST, key)
+        experts = experts + ((BE - 1 - (best & 65535)).to(tl.int32),)  # noqa: RUF005 (the compiler has no unpacking)
     for j in tl.static_range(SLOTS):
-        weight = found[j]
+        found = found + (tl.load(logits + experts[j], cache_modifier=".cg"),)  # noqa: RUF005
+    for j in tl.static_range(SLOTS):
+        total += sigmoid(found[j].to(tl.float32))
+        tl.store(ids + j + same, experts[j].to(tl.int64))
+    for j in tl.static_range(SLOTS):
+        weight = sigmoid(found[j].to(tl.float32))
         if BEFORE:
             weight = weight * factor
         if RENORMALIZE:
