@@ -25,14 +25,16 @@ from variants.errors import EngineError, UsageError
 FLOORS = "floors"  # what against= names for the limits of a device
 LIBRARY = {"transformers": "f32", "transformers_bf16": "bf16"}  # what against= may name, and the library's dtype
 
-CONTEXTS, PREFILLS = (32, 8192), (64, 512, 2048)
+CONTEXTS, PREFILLS, ALONE = (32, 8192), (64, 512, 2048), (1,)
+TIMED = (EngineKind.local, EngineKind.transformers, EngineKind.vllm)  # engines that against=floors times
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Config):
     """against: the library in float32 or bf16 (`LIBRARY`), a named variant, or `FLOORS`. steps: timed tokens of a run.
 
-    contexts, prefills: of against=floors: tokens before a timed step, and tokens of a prompt.
+    contexts, prefills, batches: of against=floors: tokens before a timed step, tokens of a prompt, and sequences that
+    decode together, where the engine runs several.
     """
 
     against: str = "transformers"
@@ -40,19 +42,22 @@ class Settings(Config):
     steps: int = 96
     contexts: tuple[int, ...] = CONTEXTS
     prefills: tuple[int, ...] = PREFILLS
+    batches: tuple[int, ...] = ALONE
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.engine.kind is not EngineKind.local:
+        allowed = TIMED if self.against == FLOORS else (EngineKind.local,)
+        if self.engine.kind not in allowed:
             raise UsageError(f"bench times a variant, engine={self.engine.kind.name} is not read; name it by against=")
         for name in ("runs", "steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: expected 1 or more")
-        given = (tuple(self.contexts), tuple(self.prefills))  # a list where it was composed
-        if self.against != FLOORS and given != (CONTEXTS, PREFILLS):
-            raise UsageError("contexts and prefills are read by against=floors alone")
+        given = (tuple(self.contexts), tuple(self.prefills), tuple(self.batches))  # a list where it was composed
+        if self.against != FLOORS and given != (CONTEXTS, PREFILLS, ALONE):
+            raise UsageError("contexts, prefills and batches are read by against=floors alone")
         if any(n < 1 for sizes in given for n in sizes) or not all(given):
-            raise UsageError(f"contexts={self.contexts}, prefills={self.prefills}: expected numbers of 1 or more")
+            named = f"contexts={self.contexts}, prefills={self.prefills}, batches={self.batches}"
+            raise UsageError(f"{named}: expected numbers of 1 or more")
         for name in ("limit", "max_tokens"):
             if getattr(self, name):
                 raise UsageError(f"{name} is not read by bench: a run takes one prompt; use steps= and runs=")
@@ -60,10 +65,14 @@ class Settings(Config):
 
 def run(config: Settings, flags: Flags) -> int:
     """Time both sides, print the ratio and put a row on record."""
-    if config.against == FLOORS:
+    if config.against == FLOORS and config.engine.kind is EngineKind.local and config.variant.execution.fused:
         from experiments import bench_floors  # it needs triton
 
         return bench_floors.run(config, flags)
+    if config.against == FLOORS:
+        from experiments import bench_rates
+
+        return bench_rates.run(config, flags)
     with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "bench")) as row:
         check_device(config.device)
         with policy(config.device, tf32=config.variant.tf32):

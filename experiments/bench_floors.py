@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from experiments.bench import Settings
+from experiments.bench import ALONE, Settings
 from experiments.gate import announced
 from experiments.words import Flags
 from harness import strict_json
@@ -44,8 +44,8 @@ def run(config: Settings, flags: Flags) -> int:
 def _check(config: Settings) -> None:
     if config.device.kind is not DeviceKind.cuda:
         raise UsageError("against=floors times by device events: set device=cuda, or another against=")
-    if not config.variant.execution.fused:
-        raise UsageError("against=floors times a fused step; choose variant=fast_decode")
+    if tuple(config.batches) != ALONE:
+        raise UsageError("batches is not read with a fused step, which runs one sequence; choose variant=paged_engine")
 
 
 def _record(found: Floors) -> dict[str, object]:

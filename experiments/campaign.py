@@ -6,6 +6,7 @@ that this machine cannot run is told in one line, and the others run.
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from harness.numerics import check_device, policy
 from harness.progress import tracked
 from harness.provenance import environment
 from harness.text_table import text_table
-from variants.axes import Execution, Variant
+from variants.axes import Execution
 from variants.checkpoint import load_config
 from variants.errors import EngineError, NeartieError, UsageError
 from variants.kernels import check_environment
@@ -42,13 +43,16 @@ BESIDE = ("transformers_mirror", "f32", "oracle", "bf16_engine", "bf16_engine_tr
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Config):
-    """variants: names to run; empty for all that the campaign has, and what stands beside them, on this machine.
+    """variants: names or labels (NAME+impl.norms=torch) to run; empty for all that the campaign has, and what stands
+    beside them, on this machine.
 
-    repeats: of the gate. wide: the second golden, "" for none. wide_batch: prompts that run together there.
+    repeats: of the gate. gate_batch: its prompts that run together. wide: the second golden, "" for none. wide_batch:
+    prompts that run together there.
     """
 
     variants: list[str] = field(default_factory=list)
     repeats: int = 3
+    gate_batch: int = 1
     wide: str = "wide"
     wide_batch: int = 16
 
@@ -56,10 +60,10 @@ class Settings(Config):
         super().__post_init__()
         if self.engine.kind is not EngineKind.local:
             raise UsageError(f"campaign runs variants, and engine={self.engine.kind.name} has none; leave engine= out")
-        for name, value in (("repeats", self.repeats), ("wide_batch", self.wide_batch)):
-            if value < 1:
-                raise UsageError(f"campaign: {name}={value}, expected 1 or more")
-        unknown = [name for name in self.variants if name not in groups()["variant"]]
+        for name in ("repeats", "gate_batch", "wide_batch"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"campaign: {name}={getattr(self, name)}, expected 1 or more")
+        unknown = [name for name in self.variants if name.split("+")[0] not in groups()["variant"]]
         if unknown:
             raise UsageError(f"campaign: no variant {', '.join(unknown)}; `neartie variants` lists them")
 
@@ -101,21 +105,23 @@ def _cannot_run(config: Settings, name: str) -> str | None:
 def _contained(config: Settings, flags: Flags) -> int:
     """Both batteries of one variant; a failure is one line, in its row and on stderr."""
     try:
-        code = _on_record(config, flags, config.golden, repeats=config.repeats)
+        code = _on_record(_batched(config, config.gate_batch), flags, config.golden, repeats=config.repeats)
         carried = config.variant.execution.mode is not Execution.recompute
         if not carried or not config.wide:
             return code
-        wide = _batched(config.variant, config.wide_batch)
-        label = config.label if wide == config.variant else f"{config.label}+execution.batch={config.wide_batch}"
-        config = replace(config, variant=wide, label=label)
-        return max(code, _on_record(config, flags, config.wide))
+        return max(code, _on_record(_batched(config, config.wide_batch), flags, config.wide))
     except NeartieError as error:
         print(f"neartie: error: [{config.label}] {error}", file=sys.stderr)
         return error.exit_code
 
 
-def _batched(variant: Variant, rows: int) -> Variant:
-    return replace(variant, execution=replace(variant.execution, batch=max(rows, variant.execution.batch)))
+def _batched(config: Settings, rows: int) -> Settings:
+    """The same run with at least so many prompts together; its label says so."""
+    run = config.variant.execution
+    if rows <= run.batch:
+        return config
+    variant = replace(config.variant, execution=replace(run, batch=rows))
+    return replace(config, variant=variant, label=f"{config.label}+execution.batch={rows}")
 
 
 def _on_record(config: Settings, flags: Flags, name: str, *, repeats: int = 1) -> int:
@@ -125,16 +131,16 @@ def _on_record(config: Settings, flags: Flags, name: str, *, repeats: int = 1) -
             policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums),
             ExitStack() as stack,
         ):
-            results, forced = _measured(config, row, stack, name=name, repeats=repeats)
-        row.add({"teacher_forced": forced} if forced else {"detail": {"repeats": _compared(results)}})
+            results, seconds, forced = _measured(config, row, stack, name=name, repeats=repeats)
+        row.add({"teacher_forced": forced} if forced else {"detail": {"repeats": _compared(results, seconds)}})
         row.finish(results[-1].record())
     return EngineError.exit_code if results[-1].agreement.non_finite else 0
 
 
 def _measured(
     config: Settings, row: Run, stack: ExitStack, *, name: str, repeats: int
-) -> tuple[list[GateResult], dict[str, int]]:
-    """The repeats of a free run, and the tokens that agree teacher-forced where there is one run."""
+) -> tuple[list[GateResult], list[float], dict[str, int]]:
+    """The repeats of a free run, seconds of each, and the tokens that agree teacher-forced where there is one run."""
     here = environment(device=config.device.torch_name)
     golden = part_of(load_golden(name), prompts=config.limit, tokens=config.max_tokens)
     row.add({"environment": here, "golden_hash": golden.hash, "battery_hash": golden.battery_hash})
@@ -148,8 +154,12 @@ def _measured(
         raise EngineError(f"what ran is not what was declared: {found[0]} (and {len(found) - 1} more)")
     text = texts(folder / "tokenizer.json")
     more = {"vocab_size": model.vocab_size, "text": text, "environment": here}
-    results = [run_gate(golden, engine, **more) for _ in range(repeats)]
-    return results, _forced(golden, engine) if name == config.wide else {}
+    results, seconds = [], []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        results.append(run_gate(golden, engine, **more))
+        seconds.append(time.perf_counter() - began)
+    return results, seconds, _forced(golden, engine) if name == config.wide else {}
 
 
 def _forced(golden: Golden, engine: LocalEngine) -> dict[str, int]:
@@ -161,8 +171,11 @@ def _forced(golden: Golden, engine: LocalEngine) -> dict[str, int]:
     return {"matched": int(((best == tokens) & there).sum()), "total": int(there.sum())}
 
 
-def _compared(results: Sequence[GateResult]) -> dict[str, object]:
-    """Whether repeats gave the same tokens and the same gaps to the last bit, and how fast each was."""
+def _compared(results: Sequence[GateResult], seconds: Sequence[float]) -> dict[str, object]:
+    """Whether repeats gave the same tokens and the same gaps to the last bit, and how fast each was.
+
+    seconds: of each whole gate, weights cast and kernels compiled from the second on.
+    """
     first = results[0].generation
     same = [
         np.array_equal(r.generation.tokens, first.tokens)
@@ -170,7 +183,7 @@ def _compared(results: Sequence[GateResult]) -> dict[str, object]:
         for r in results
     ]
     speeds = [r.timing.decode_tok_s.median for r in results]
-    return {"runs": len(results), "identical": all(same), "decode_tok_s": speeds}
+    return {"runs": len(results), "identical": all(same), "decode_tok_s": speeds, "seconds": list(seconds)}
 
 
 def _print_table(config: Settings, names: Sequence[str], *, as_json: bool) -> None:

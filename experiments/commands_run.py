@@ -58,8 +58,9 @@ RUN: tuple[Command, ...] = (
             "Each variant: the gate three times (repeats must be bit-identical), and the\n"
             "wide golden once, freely and teacher-forced, unless it recomputes. Then the\n"
             "table: published beside the ledger's CPU and GPU rows, the shipped ones too.\n"
-            "variants=[A,B]  only these; left out, all that this machine can run\n"
+            "variants=[A,B]  only these, A+impl.norms=torch too; left out, all that can run\n"
             "repeats=3  wide=wide  wide_batch=16  wide='' leaves the second battery out\n"
+            "gate_batch=8  prompts of the gate that run together\n"
             "limit=N  max_tokens=N  only the first prompts, the first tokens of each\n"
             "The same: neartie experiment=campaign."
         ),
@@ -189,6 +190,7 @@ RUN: tuple[Command, ...] = (
             "against=B  transformers (float32), transformers_bf16, or a named variant\n"
             "against=floors  device=cuda: a fused step's launches, decode and prefill beside\n"
             "  what the device's memory allows; contexts=[32,8192] prefills=[64,512,2048]\n"
+            "  variant=paged_engine batches=[1,8,64], engine=transformers, engine=vllm: rates\n"
             "steps=96   timed tokens of a run, after 8 that are in no figure\n"
             "runs=3     each on another prompt of golden=G\n"
             "device.threads=1  is what small models want"

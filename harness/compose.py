@@ -54,8 +54,9 @@ def load(words: Sequence[str] = (), *, root: type[C] = Config) -> C:
 
 
 def named_variant(name: str) -> Variant:
-    """The variant of conf/variant/NAME.yaml."""
-    return load([f"variant={name}"]).variant
+    """The variant of conf/variant/NAME.yaml, with what a row's label says was changed of it: NAME+impl.norms=torch."""
+    base, *changes = name.split("+")
+    return load([f"variant={base}", *(f"variant.{change}" for change in changes)]).variant
 
 
 def experiment_sweep(name: str) -> list[str]:

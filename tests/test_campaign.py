@@ -77,7 +77,19 @@ def test_the_command_leaves_a_row_for_each_run_and_prints_the_table(tmp_path: Pa
     ]  # fmt: skip
     assert {r["experiment"] for r in rows} == {"campaign"}
     assert rows[0]["detail"]["repeats"]["identical"] is True
+    assert len(rows[0]["detail"]["repeats"]["seconds"]) == 2
     assert rows[1]["teacher_forced"]["total"] == 6
+
+
+def test_a_label_names_a_variant_and_prompts_run_together(tmp_path: Path, capsys: Captured) -> None:
+    """What a row calls itself can be run again, and `gate_batch` is part of the name."""
+    words = [f"results={tmp_path}", "repeats=1", "wide=", "gate_batch=2", "limit=2", "max_tokens=2"]
+    assert main(["campaign", "variants=['f32+norm.kv_eps=eps_1e6']", "device.threads=1", *words]) == 0
+    (row,) = Ledger(tmp_path / "ledger").rows()
+    assert row["variant"] == "f32+norm.kv_eps=eps_1e6+execution.batch=2"
+    assert row["detail"]["config"]["variant"]["norm"]["kv_eps"] == "eps_1e6"
+    assert row["detail"]["config"]["variant"]["execution"]["batch"] == 2
+    assert "f32+norm.kv_eps=eps_1e6" in capsys.readouterr().out
 
 
 def test_what_this_machine_cannot_run_is_told_and_the_rest_runs(tmp_path: Path, capsys: Captured) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from variants import side_by_side
 from variants.checkpoint import Checkpoint, load_checkpoint
 from variants.checkpoint_config import load_config
 from variants.checkpoint_file import find_weights, staging_for, stream_tensors
@@ -22,19 +23,22 @@ _CONVS = ("q_conv1d", "k_conv1d", "v_conv1d")
 
 
 def library_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a release checkpoint under the library's names, joined as it joins them."""
+    """The tensors of a release checkpoint under the library's names, joined as it joins them: views of tensors that lie
+    side by side, copies of others.
+    """
     left = dict(tensors)
     joined: dict[str, Tensor] = {}
     for layer in range(config.num_layers):
         attention, moe = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.block_sparse_moe"
         mlp = f"model.layers.{layer}.mlp"
         if config.layer_kinds[layer] is LayerKind.kda:
-            joined[f"{attention}.conv1d.weight"] = torch.cat([left.pop(f"{attention}.{c}.weight") for c in _CONVS])
+            convs = [left.pop(f"{attention}.{c}.weight") for c in _CONVS]
+            joined[f"{attention}.conv1d.weight"] = side_by_side.joined(convs)
         if config.moe_layers[layer]:
             experts = [f"{moe}.experts.{e}" for e in range(config.num_experts)]
-            pairs = [torch.cat([left.pop(f"{e}.w1.weight"), left.pop(f"{e}.w3.weight")]) for e in experts]
-            joined[f"{mlp}.experts.gate_up_proj"] = torch.stack(pairs)
-            joined[f"{mlp}.experts.down_proj"] = torch.stack([left.pop(f"{e}.w2.weight") for e in experts])
+            pairs = [side_by_side.joined([left.pop(f"{e}.w1.weight"), left.pop(f"{e}.w3.weight")]) for e in experts]
+            joined[f"{mlp}.experts.gate_up_proj"] = side_by_side.stacked(pairs)
+            joined[f"{mlp}.experts.down_proj"] = side_by_side.stacked([left.pop(f"{e}.w2.weight") for e in experts])
     return {_library_name(name): tensor for name, tensor in left.items()} | joined
 
 

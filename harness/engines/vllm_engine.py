@@ -178,7 +178,7 @@ def _loaded(folder: str, expect_sha256: str | None, chosen: tuple[tuple[str, obj
     tokenizer, options, library = Path(folder) / "tokenizer.json", OPTIONS | dict(chosen), imported()
     return VllmModel(
         library=library,
-        llm=_made(library, Path(folder), options),
+        llm=started(library, Path(folder), options),
         options=options,
         model_sha256=digest,
         tokenizer_sha256=file_sha256(tokenizer) if tokenizer.is_file() else None,
@@ -187,7 +187,8 @@ def _loaded(folder: str, expect_sha256: str | None, chosen: tuple[tuple[str, obj
     )
 
 
-def _made(library: ModuleType, folder: Path, options: Mapping[str, Any]) -> Any:
+def started(library: ModuleType, folder: Path, options: Mapping[str, Any]) -> Any:
+    """Its `LLM` of a folder. Raises DeviceError where it does not start."""
     try:
         return library.LLM(model=str(folder), **options)
     except (RuntimeError, ValueError, TypeError) as error:

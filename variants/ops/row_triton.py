@@ -166,28 +166,30 @@ def routing(
 ):  # fmt: skip
     """Ids and float32 weights of all slots of one token.
 
-    Every warp does all of it, on a row of its own, so that no step waits for another warp; all store the same.
+    Every warp does all of it, on a row of its own, so that no step waits for another warp; all store the same. The
+    chosen logits are read again when all are chosen, so that they wait for memory once.
     """
     same = tl.zeros([COPIES], tl.int32)
     key = choice_keys(logits, bias, E, BE)
-    total, found = tl.zeros([COPIES], tl.float32), ()
-    for j in tl.static_range(SLOTS):
+    total, experts, found = tl.zeros([COPIES], tl.float32), (), ()
+    for _ in tl.static_range(SLOTS):
         best = tl.max(key, 1)
         key = tl.where(key == best[:, None], FIRST, key)
-        expert = BE - 1 - (best & 65535)
-        score = sigmoid(tl.load(logits + expert, cache_modifier=".cg").to(tl.float32))
-        total += score
-        found = found + (score,)  # noqa: RUF005 (the compiler has no unpacking)
-        tl.store(ids + j + same, expert)
+        experts = experts + ((BE - 1 - (best & 65535)).to(tl.int32),)  # noqa: RUF005 (the compiler has no unpacking)
     for j in tl.static_range(SLOTS):
-        chosen = found[j]
+        found = found + (tl.load(logits + experts[j], cache_modifier=".cg"),)  # noqa: RUF005
+    for j in tl.static_range(SLOTS):
+        total += sigmoid(found[j].to(tl.float32))
+        tl.store(ids + j + same, experts[j].to(tl.int64))
+    for j in tl.static_range(SLOTS):
+        weight = sigmoid(found[j].to(tl.float32))
         if BEFORE:
-            chosen = chosen * factor
+            weight = weight * factor
         if RENORMALIZE:
-            chosen = chosen / (total + 1e-20)
+            weight = weight / (total + 1e-20)
         if not BEFORE:
-            chosen = chosen * factor
-        tl.store(weights + j + same, chosen)
+            weight = weight * factor
+        tl.store(weights + j + same, weight)
 
 
 @triton.jit

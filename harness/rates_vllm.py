@@ -1,0 +1,92 @@
+"""Rates of vLLM's own engine in this process, on dummy weights of a geometry: its graphs, and the same engine without.
+
+Every figure is the wall clock of one `step` of the engine, scheduler and sampling included. It is loaded once, with
+graphs of decode steps; told to use none, it runs the same step eagerly.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness.device_timing import Timed
+from harness.engines.vllm_engine import OPTIONS, SWITCHES, imported, started
+from harness.rates import PROMPT, WARM_STEPS, Asked, Rates, parted, stepped
+from variants.errors import EngineError
+
+REPEATS = 3
+LEAST_TOKENS = 2048  # of a step
+
+
+def options(asked: Asked, *, memory: float, backend: str | None) -> dict[str, Any]:
+    """What `LLM` is given: dummy weights, full graphs of decode steps for the batches that are asked for."""
+    tokens = max(LEAST_TOKENS, *asked.prefills, *(PROMPT * b for b in asked.batches))
+    sizes = sorted({1, *asked.batches})
+    return {
+        **OPTIONS,
+        **({} if backend is None else {"attention_backend": backend}),
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "enforce_eager": False,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
+        "max_model_len": asked.longest,
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": max(sizes),
+        "gpu_memory_utilization": memory,
+    }
+
+
+def measured(described: Path, asked: Asked, rates: Rates, *, memory: float, backend: str | None) -> None:
+    """Load once and time both paths. described: the geometry's config.json. Raises DeviceError if it cannot start."""
+    library, chosen = imported(), options(asked, memory=memory, backend=backend)
+    vocab = int(json.loads(described.read_text(encoding="utf-8"))["vocab_size"])
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(described, Path(folder) / "config.json")
+        engine = _Engine(library, started(library, Path(folder), chosen).llm_engine, vocab)
+        rates.about |= {"options": chosen, "switches": dict(SWITCHES), "version": str(library.__version__)}
+        rates.attempt("graph", lambda: engine.timed("graph", asked, rates))
+        rates.attempt("eager", lambda: engine.without_graphs("eager", asked, rates))
+
+
+class _Engine:
+    """vLLM's engine, step by step."""
+
+    def __init__(self, library: Any, engine: Any, vocab: int) -> None:
+        self.library, self.engine, self.vocab, self.made = library, engine, vocab, 0
+
+    def timed(self, path: str, asked: Asked, rates: Rates) -> None:
+        for count, tokens in asked.decodes:
+            for steps in (WARM_STEPS, asked.steps):
+                taken = self.run(asked.prompts(count, tokens, self.vocab), steps + 1)
+            rates.add(path, "decode", (count, tokens), parted(taken, asked.steps)[1])
+        for tokens in asked.prefills if path == "eager" else ():  # a prompt runs without a graph in either
+            once = [sum(self.run(asked.prompts(1, tokens, self.vocab), 1)) for _ in range(REPEATS + 1)]
+            rates.add(path, "prefill", (1, tokens), Timed.of(once[1:]))
+
+    def without_graphs(self, path: str, asked: Asked, rates: Rates) -> None:
+        """The same engine, whose dispatcher is told that it has no graphs."""
+        dispatcher = self.engine.model_executor.driver_worker.worker.model_runner.cudagraph_dispatcher
+        had, dispatcher.keys_initialized = dispatcher.keys_initialized, False
+        try:
+            self.timed(path, asked, rates)
+        finally:
+            dispatcher.keys_initialized = had
+
+    def run(self, prompts: list[list[int]], tokens: int) -> list[float]:
+        """Milliseconds of each step until all have so many tokens."""
+        sampling = self.library.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        for ids in prompts:
+            self.made += 1
+            self.engine.add_request(str(self.made), {"prompt_token_ids": ids}, sampling)
+        answered = 0
+
+        def step() -> bool:
+            nonlocal answered
+            answered += sum(out.finished for out in self.engine.step())
+            return self.engine.has_unfinished_requests()
+
+        taken = stepped(step)
+        if answered != len(prompts):
+            raise EngineError(f"vllm answered {answered} of {len(prompts)} prompts")
+        return taken
