@@ -11,42 +11,49 @@ import torch
 from variants.dtypes import DType
 from variants.model_config import LayerKind, ModelConfig
 
-MANY_ROWS = 4  # from so many rows on, libraries use the form of many rows
-PRODUCTS = 512  # rows that are measured, in all
-COLUMNS = 256
+LEAST_SUMS = 2**16  # results that are measured, at least
+MOST_COLUMNS = 4096  # of a weight, whose further ones are summed alike
 
 
-def terms_of(site: str, layer: int, config: ModelConfig) -> int:
-    """How many terms each sum of the product at a site has. Raises KeyError for a site without a product."""
-    kda = layer < config.num_layers and config.layer_kinds[layer] is LayerKind.kda
-    core = config.kda_num_heads * config.kda_v_head_dim if kda else config.num_heads * config.v_head_dim
-    hidden = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj", "mla_q_proj", "kv_a_proj", "mlp_gate",
-              "mlp_up", "shared_gate", "shared_up", "router", "expert_gate_up", "lm_head")  # fmt: skip
+def shape_of(site: str, layer: int, config: ModelConfig) -> tuple[int, int]:
+    """The weight [N, K] of the product at a site, K the terms of a sum. Raises KeyError for a site without one."""
+    c, D = config, config.hidden_size
+    kda = layer < c.num_layers and c.layer_kinds[layer] is LayerKind.kda
+    keys, values = c.kda_num_heads * c.kda_head_dim, c.kda_num_heads * c.kda_v_head_dim
+    core = values if kda else c.num_heads * c.v_head_dim
+    shared = c.moe_intermediate_size * c.num_shared_experts
     return {
-        **dict.fromkeys(hidden, config.hidden_size),
-        "f_b_proj": config.kda_v_head_dim,
-        "g_b_proj": config.kda_v_head_dim,
-        "o_proj": core,
-        "kv_b_proj": config.kv_lora_rank,
-        "q_latent": config.qk_nope_head_dim,
-        "o_latent": config.kv_lora_rank,
-        "mlp_down": config.intermediate_size,
-        "shared_down": config.moe_intermediate_size * config.num_shared_experts,
-        "expert_down": config.moe_intermediate_size,
-    }[site]
+        "q_proj": (keys, D), "k_proj": (keys, D), "v_proj": (values, D), "b_proj": (c.kda_num_heads, D),
+        "f_a_proj": (c.kda_v_head_dim, D), "g_a_proj": (c.kda_v_head_dim, D),
+        "f_b_proj": (keys, c.kda_v_head_dim), "g_b_proj": (values, c.kda_v_head_dim), "o_proj": (D, core),
+        "mla_q_proj": (c.num_heads * c.qk_head_dim, D), "kv_a_proj": (c.kv_lora_rank + c.qk_rope_head_dim, D),
+        "kv_b_proj": (c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
+        "q_latent": (c.kv_lora_rank, c.qk_nope_head_dim), "o_latent": (c.v_head_dim, c.kv_lora_rank),
+        "mlp_gate": (c.intermediate_size, D), "mlp_up": (c.intermediate_size, D), "mlp_down": (D, c.intermediate_size),
+        "shared_gate": (shared, D), "shared_up": (shared, D), "shared_down": (D, shared), "router": (c.num_experts, D),
+        "expert_gate_up": (2 * c.moe_intermediate_size, D), "expert_down": (D, c.moe_intermediate_size),
+        "lm_head": (c.vocab_size, D),
+    }[site]  # fmt: skip
+
+
+def product_units(shape: tuple[int, int], rows: int, *, device: str = "cpu") -> float:
+    """rms error of a float32 product of normal numbers, in units of u(float32) times the rms of its results.
+
+    shape: the weight's [N, K]. rows: of the other operand; measured at the next power of two.
+    """
+    columns, terms = shape
+    return _measured((min(columns, MOST_COLUMNS), terms), 1 << (max(rows, 1) - 1).bit_length(), device)
 
 
 @cache
-def product_units(terms: int, *, many: bool, device: str = "cpu") -> float:
-    """rms error of one float32 product of normal numbers, in units of u(float32) times the rms of its results.
-
-    many: with `MANY_ROWS` rows or more, else row by row. Tenths, so that two runs on one machine agree.
-    """
+def _measured(shape: tuple[int, int], rows: int, device: str) -> float:
+    """Rounded to tenths, so that two runs on one machine agree."""
     random = torch.Generator(device=device).manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=random, device=device)  # noqa: E731
-    weight, rows = draw(COLUMNS, terms), draw(PRODUCTS, terms)
-    parts = rows.split(2 * MANY_ROWS if many else 1)
-    found = torch.cat([torch.nn.functional.linear(part, weight) for part in parts]).double()
-    exact = torch.nn.functional.linear(rows.double(), weight.double())
+    weight = draw(*shape)
+    x = [draw(rows, shape[1]) for _ in range(-(-LEAST_SUMS // (rows * shape[0])))]
+    linear = torch.nn.functional.linear
+    found = torch.stack([linear(part, weight) for part in x]).double()
+    exact = torch.stack([linear(part.double(), weight.double()) for part in x])
     error = (found - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()
     return round(float(error) / DType.f32.unit_roundoff, 1)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.product_error import MANY_ROWS, product_units, terms_of
+from harness.product_error import product_units, shape_of
 from variants import decode
 from variants.axes import Execution
 from variants.dtypes import DType, round_to
@@ -25,7 +25,7 @@ from variants.model import PHASES, Model
 from variants.model_config import ModelConfig
 from variants.recipe import Recipe, Rule, is_incremental
 from variants.rounding import RoundAt, Step
-from variants.sites import CHUNK_SITES, INTEGER, places
+from variants.sites import BY_EXPERT, CHUNK_SITES, INTEGER, places
 from variants.weights import Casts, Weights
 
 Where = tuple[str, int, str]
@@ -151,7 +151,7 @@ def noise_plan(recipe: Recipe, casts: Casts, prompt: Sequence[int]) -> dict[Wher
     config, seen = casts.checkpoint.config, _Arrivals()
     model = Model(config, recipe, Weights(casts, recipe.semantics), probe=seen)
     decode.steps(model, [list(prompt)], 3, lambda t, logits: decode.greedy(logits))
-    plan = {w: _noise_of(recipe, casts, w, seen.rounded) for w in _wheres(config)}
+    plan = {w: _noise_of(recipe, casts, w, seen.rounded, len(prompt)) for w in _wheres(config)}
     for where in plan:
         rule = recipe.rule(*where)
         if rule.algorithm == "softplus" and rule.accum is DType.f32 and plan[where]:
@@ -169,7 +169,7 @@ def _wheres(config: ModelConfig) -> list[Where]:
     return [(site, layer, phase) for phase in PHASES for site, layer in places(config) if site not in INTEGER]
 
 
-def _noise_of(recipe: Recipe, casts: Casts, where: Where, rounded: set[Where]) -> PlaceNoise:
+def _noise_of(recipe: Recipe, casts: Casts, where: Where, rounded: set[Where], length: int) -> PlaceNoise:
     site, layer, phase = where
     config = casts.checkpoint.config
     rule = recipe.rule(site, layer, phase)
@@ -184,18 +184,20 @@ def _noise_of(recipe: Recipe, casts: Casts, where: Where, rounded: set[Where]) -
     if rule.algorithm.startswith("rms_norm"):
         known = INTERNAL["rms_norm"]
     if rule.algorithm.startswith(PRODUCTS) and rule.accum.precision < DType.f64.precision:
-        many = _many_rows(recipe, rule, site, phase)
-        known = product_units(terms_of(site, layer, config), many=many, device=casts.device)
+        rows = 1 if rule.algorithm.endswith("_rows") else _rows(recipe, config, site, phase, length)
+        known = product_units(shape_of(site, layer, config), rows, device=casts.device)
     if site == "mla_scores":
         narrow = rule.accum if rule.accum.precision <= COARSE_BITS else None
         return PlaceNoise((narrow, narrow) if narrow else ())  # the product's rounding and the scaling's
     return PlaceNoise(_formats(rule, config), _internal(rule.accum, known))
 
 
-def _many_rows(recipe: Recipe, rule: Rule, site: str, phase: str) -> bool:
-    """Whether a product has the form of many rows: neither a few sequences' last tokens nor each row alone."""
-    last = (phase == "decode" and is_incremental(recipe)) or site == "lm_head"
-    return not rule.algorithm.endswith("_rows") and not (last and recipe.execution.batch < MANY_ROWS)
+def _rows(recipe: Recipe, config: ModelConfig, site: str, phase: str, length: int) -> int:
+    """How many rows a product has, for prompts of `length` tokens."""
+    run = recipe.execution
+    one = site == "lm_head" or (phase == "decode" and is_incremental(recipe))
+    rows = run.batch * (1 if one else min(length, run.prefill_piece or length))
+    return rows * config.experts_per_token // config.num_experts if site in BY_EXPERT else rows
 
 
 def _formats(rule: Rule, config: ModelConfig) -> tuple[DType, ...]:
