@@ -119,9 +119,10 @@ def test_vllm_is_given_room_for_what_is_asked() -> None:
 
 @needs_library
 def test_the_library_runs_on_our_tensors_as_on_its_own(tmp_path: Path) -> None:
-    """The bits of a checkpoint that it loaded itself, and experts that lie where ours do."""
+    """The bits of a checkpoint that it loaded itself, with masks made before a step too; experts lie where ours do."""
     from harness.engines.transformers_engine import TransformersEngine
-    from harness.rates_library import library_model
+    from harness.engines.transformers_load import modeling
+    from harness.rates_library import _Sequence, library_model, lone_masks
 
     config = replace(SMALL, moe_intermediate_size=16)  # rows of 16 bytes, which the grouped product asks for
     held = casts(config)
@@ -131,6 +132,12 @@ def test_the_library_runs_on_our_tensors_as_on_its_own(tmp_path: Path) -> None:
         ours = library_model(held)
         theirs = TransformersEngine.load(tmp_path, dtype="bf16")._loaded.model
         assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+        steps = []
+        for masks in (None, lone_masks(ids.device)):
+            sequence = _Sequence(ours, modeling("cpu"))
+            sequence(ids)
+            steps.append(sequence(ids[:, :1], masks))
+        assert torch.equal(*steps)
     layer = config.moe_layers.index(True)
     first = held.checkpoint.tensors[f"model.layers.{layer}.block_sparse_moe.experts.0.w1.weight"]
     assert ours.model.layers[layer].mlp.experts.gate_up_proj.data_ptr() == first.data_ptr()
