@@ -107,6 +107,20 @@ def test_vllm_runs_with_its_graphs_and_without() -> None:
         rates_vllm._Engine(LIBRARY, Vllm(lost=True), 64).run([[1], [2]], 2)
 
 
+def test_vllm_chooses_experts_by_its_tokens() -> None:
+    """Biases are zeroed where they lie, nothing else is; a model without any is refused."""
+    model = torch.nn.Module()
+    model.gate = torch.nn.Linear(2, 3, bias=False)
+    model.gate.e_score_correction_bias = torch.nn.Parameter(torch.ones(3))
+    before, weight = model.gate.e_score_correction_bias.data_ptr(), model.gate.weight.clone()
+    assert rates_vllm.without_biases(model) == 1
+    assert model.gate.e_score_correction_bias.data_ptr() == before
+    assert not model.gate.e_score_correction_bias.any()
+    assert torch.equal(model.gate.weight, weight)
+    with pytest.raises(EngineError, match="no router"):
+        rates_vllm.without_biases(torch.nn.Linear(2, 3))
+
+
 def test_vllm_is_given_room_for_what_is_asked() -> None:
     """Graphs for the batches, and steps as long as the longest prompt."""
     given = rates_vllm.options(Asked(contexts=(8192,), batches=(1, 64), prefills=(4096,), steps=8, seed=0),
