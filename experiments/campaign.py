@@ -47,7 +47,7 @@ class Settings(Config):
     beside them, on this machine.
 
     repeats: of the gate. gate_batch: its prompts that run together. wide: the second golden, "" for none. wide_batch:
-    prompts that run together there.
+    prompts that run together there. limit and max_tokens hold for both goldens; of the two, one with fewer runs whole.
     """
 
     variants: list[str] = field(default_factory=list)
@@ -142,16 +142,19 @@ def _measured(
 ) -> tuple[list[GateResult], list[float], dict[str, int]]:
     """The repeats of a free run, seconds of each, and the tokens that agree teacher-forced where there is one run."""
     here = environment(device=config.device.torch_name)
-    golden = part_of(load_golden(name), prompts=config.limit, tokens=config.max_tokens)
+    golden = part(config, name)
     row.add({"environment": here, "golden_hash": golden.hash, "battery_hash": golden.battery_hash})
     folder = checkpoint_folder(config.model.path)
     model = load_config(folder)
+    began = time.perf_counter()
     engine = LocalEngine.from_config(config)
     stack.callback(engine.casts.drop)
+    loaded = time.perf_counter()
     row.add({"bar": golden.bar.name, "model_hash": engine.info.model_sha256, "variant_hash": engine.recipe.hash})
     row.add({"recipe": {"declared": engine.recipe.as_dict()}})
     if found := observe_engine(engine, golden, row):
         raise EngineError(f"what ran is not what was declared: {found[0]} (and {len(found) - 1} more)")
+    row.add({"detail": {"before_s": {"load": loaded - began, "observe": time.perf_counter() - loaded}}})
     text = texts(folder / "tokenizer.json")
     more = {"vocab_size": model.vocab_size, "text": text, "environment": here}
     results, seconds = [], []
@@ -160,6 +163,18 @@ def _measured(
         results.append(run_gate(golden, engine, **more))
         seconds.append(time.perf_counter() - began)
     return results, seconds, _forced(golden, engine) if name == config.wide else {}
+
+
+def part(config: Settings, name: str) -> Golden:
+    """What `limit` and `max_tokens` leave of a golden; it is whole where it has fewer and the other one has as many.
+
+    Raises UsageError when neither has.
+    """
+    both = {g: load_golden(g) for g in (config.golden, config.wide) if g}
+    most = np.max([g.tokens.shape[1:] for g in both.values()], 0)
+    sizes = zip((config.limit, config.max_tokens), both[name].tokens.shape[1:], most, strict=True)
+    prompts, tokens = (int(min(asked, there)) if asked <= top else asked for asked, there, top in sizes)
+    return part_of(both[name], prompts=prompts, tokens=tokens)
 
 
 def _forced(golden: Golden, engine: LocalEngine) -> dict[str, int]:
@@ -191,8 +206,7 @@ def _print_table(config: Settings, names: Sequence[str], *, as_json: bool) -> No
     roots = {SHIPPED.resolve(), (Path(config.results) / "ledger").resolve()}
     rows = sorted((r for root in roots if root.is_dir() for r in Ledger(root).rows()), key=lambda r: r["time_utc"])
     model = checkpoint_folder(config.model.path).name
-    goldens = [load_golden(g) for g in (config.golden, config.wide) if g]
-    batteries = [part_of(g, prompts=config.limit, tokens=config.max_tokens).battery_hash for g in goldens]
+    batteries = [part(config, g).battery_hash for g in (config.golden, config.wide) if g]
     table = entries(names, [r for r in rows if r["model"] == model], published_rows(), batteries)
     if as_json:
         print(strict_json.dumps([entry.as_dict() for entry in table]).decode())

@@ -61,7 +61,8 @@ RUN: tuple[Command, ...] = (
             "variants=[A,B]  only these, A+impl.norms=torch too; left out, all that can run\n"
             "repeats=3  wide=wide  wide_batch=16  wide='' leaves the second battery out\n"
             "gate_batch=8  prompts of the gate that run together\n"
-            "limit=N  max_tokens=N  only the first prompts, the first tokens of each\n"
+            "limit=N  max_tokens=N  only the first prompts, the first tokens of each; of the\n"
+            "two goldens, one that has fewer runs whole\n"
             "The same: neartie experiment=campaign."
         ),
         example="neartie campaign device=cuda results=runs/h200",

@@ -51,8 +51,10 @@ class _Sequence:
         named = inspect.signature(type(model).forward).parameters
         self.name = "cache" if "cache" in named else "past_key_values"  # renamed in 5.24
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.name: self.cache}).logits[0, -1]
+    def __call__(self, ids: Tensor, masks: dict[str, Tensor | None] | None = None) -> Tensor:
+        """bf16 [V] after the last of `ids`; masks: by kind of layer, None for the library's own."""
+        given = {self.name: self.cache, "attention_mask": masks}
+        return self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **given).logits[0, -1]
 
 
 @torch.inference_mode()
@@ -86,8 +88,16 @@ def _filled(sequence: _Sequence, ids: Tensor) -> _Sequence:
 
 
 def _replayed(model: Any, library: Any, ids: Tensor, rates: Rates) -> None:
-    sequence, token = _filled(_Sequence(model, library), ids), ids[:, :1].clone()
-    rates.add("graph", "decode", (1, ids.shape[1]), _graph_ms(lambda: sequence(token), token))
+    sequence, token, masks = _filled(_Sequence(model, library), ids), ids[:, :1].clone(), lone_masks(ids.device)
+    rates.add("graph", "decode", (1, ids.shape[1]), _graph_ms(lambda: sequence(token, masks), token))
+
+
+def lone_masks(device: torch.device) -> dict[str, Tensor | None]:
+    """The masks that the library makes for one token: it sees every key, so zero is added to each score.
+
+    5.17 makes that zero on the host and copies it (`masking_utils.eager_mask`), which no graph can capture.
+    """
+    return {"full_attention": torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device=device), "linear_attention": None}
 
 
 def _graph_ms(call: Callable[[], object], changed: Tensor) -> Timed:

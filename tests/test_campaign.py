@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.campaign import Settings, campaign_variants
+from experiments.campaign import Settings, campaign_variants, part
 from experiments.cli import main
 from harness.campaign import HEADER, entries
 from harness.compose import groups, load
@@ -78,6 +78,7 @@ def test_the_command_leaves_a_row_for_each_run_and_prints_the_table(tmp_path: Pa
     assert {r["experiment"] for r in rows} == {"campaign"}
     assert rows[0]["detail"]["repeats"]["identical"] is True
     assert len(rows[0]["detail"]["repeats"]["seconds"]) == 2
+    assert all(set(r["detail"]["before_s"]) == {"load", "observe"} and "repeats" in rows[0]["detail"] for r in rows)
     assert rows[1]["teacher_forced"]["total"] == 6
 
 
@@ -90,6 +91,15 @@ def test_a_label_names_a_variant_and_prompts_run_together(tmp_path: Path, capsys
     assert row["detail"]["config"]["variant"]["norm"]["kv_eps"] == "eps_1e6"
     assert row["detail"]["config"]["variant"]["execution"]["batch"] == 2
     assert "f32+norm.kv_eps=eps_1e6" in capsys.readouterr().out
+
+
+def test_a_golden_with_fewer_prompts_runs_whole() -> None:
+    """`limit` that only the wide golden has leaves the gate as it is; one that neither has is refused."""
+    few = load(["limit=32", "max_tokens=20"], root=Settings)
+    assert [part(few, name).tokens.shape[1:] for name in ("gate", "wide")] == [(8, 16), (32, 20)]
+    assert part(few, "gate").name == "gate"
+    with pytest.raises(UsageError, match="limit=65"):
+        part(load(["limit=65"], root=Settings), "wide")
 
 
 def test_what_this_machine_cannot_run_is_told_and_the_rest_runs(tmp_path: Path, capsys: Captured) -> None:

@@ -107,6 +107,20 @@ def test_vllm_runs_with_its_graphs_and_without() -> None:
         rates_vllm._Engine(LIBRARY, Vllm(lost=True), 64).run([[1], [2]], 2)
 
 
+def test_vllm_chooses_experts_by_its_tokens() -> None:
+    """Biases are zeroed where they lie, nothing else is; a model without any is refused."""
+    model = torch.nn.Module()
+    model.gate = torch.nn.Linear(2, 3, bias=False)
+    model.gate.e_score_correction_bias = torch.nn.Parameter(torch.ones(3))
+    before, weight = model.gate.e_score_correction_bias.data_ptr(), model.gate.weight.clone()
+    assert rates_vllm.without_biases(model) == 1
+    assert model.gate.e_score_correction_bias.data_ptr() == before
+    assert not model.gate.e_score_correction_bias.any()
+    assert torch.equal(model.gate.weight, weight)
+    with pytest.raises(EngineError, match="no router"):
+        rates_vllm.without_biases(torch.nn.Linear(2, 3))
+
+
 def test_vllm_is_given_room_for_what_is_asked() -> None:
     """Graphs for the batches, and steps as long as the longest prompt."""
     given = rates_vllm.options(Asked(contexts=(8192,), batches=(1, 64), prefills=(4096,), steps=8, seed=0),
@@ -119,9 +133,10 @@ def test_vllm_is_given_room_for_what_is_asked() -> None:
 
 @needs_library
 def test_the_library_runs_on_our_tensors_as_on_its_own(tmp_path: Path) -> None:
-    """The bits of a checkpoint that it loaded itself, and experts that lie where ours do."""
+    """The bits of a checkpoint that it loaded itself, with masks made before a step too; experts lie where ours do."""
     from harness.engines.transformers_engine import TransformersEngine
-    from harness.rates_library import library_model
+    from harness.engines.transformers_load import modeling
+    from harness.rates_library import _Sequence, library_model, lone_masks
 
     config = replace(SMALL, moe_intermediate_size=16)  # rows of 16 bytes, which the grouped product asks for
     held = casts(config)
@@ -131,6 +146,12 @@ def test_the_library_runs_on_our_tensors_as_on_its_own(tmp_path: Path) -> None:
         ours = library_model(held)
         theirs = TransformersEngine.load(tmp_path, dtype="bf16")._loaded.model
         assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+        steps = []
+        for masks in (None, lone_masks(ids.device)):
+            sequence = _Sequence(ours, modeling("cpu"))
+            sequence(ids)
+            steps.append(sequence(ids[:, :1], masks))
+        assert torch.equal(*steps)
     layer = config.moe_layers.index(True)
     first = held.checkpoint.tensors[f"model.layers.{layer}.block_sparse_moe.experts.0.w1.weight"]
     assert ours.model.layers[layer].mlp.experts.gate_up_proj.data_ptr() == first.data_ptr()

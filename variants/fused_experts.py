@@ -79,5 +79,5 @@ def _down(b: Binder, buf: Buffers, given: dict[str, Tensor], shared: int) -> Lau
     }  # fmt: skip
     operands = (given["act"], _experts(b, ("w2",), "expert_down"), given["ids"], given["weights"], given["shared"],
                 buf.stream)  # fmt: skip
-    grid = buf.programs("down", cdiv(c.hidden_size, shape["BN"]))
+    grid = buf.most_programs("down", cdiv(c.hidden_size, shape["BN"]))
     return Launch("experts_down", row_fused_triton.experts_down_kernel, grid, operands, constants)

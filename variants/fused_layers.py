@@ -88,6 +88,10 @@ class Buffers:
         rounds = cdiv(sum(blocks), self.processors * SIDE_BY_SIDE[kind])
         return tuple(cdiv(n, rounds) for n in blocks)
 
+    def most_programs(self, kind: str, blocks: int) -> tuple[int]:
+        """As many as run side by side, though some then take a block more than others; for so many blocks."""
+        return (min(blocks, self.processors * SIDE_BY_SIDE[kind]),)
+
 
 def processors(device: str) -> int:
     """Multiprocessors of a CUDA device; one of any other."""

@@ -72,27 +72,19 @@ def project_kernel(
 ):  # fmt: skip
     """A product with what it reads made on the way in; a program takes every so many blocks of BN rows.
 
-    The next block is under way while one is summed; before the wait two are, where rows are one power of two, for then
-    the registers hold them. RESIDUAL: the product is added to the stream instead of stored. TOP: the largest result and
-    its row are kept in `best`.
+    The next block is under way while one is summed. RESIDUAL: the product is added to the stream instead of stored.
+    TOP: the largest result and its row are kept in `best`.
     """
     pid, step = tl.program_id(0), tl.num_programs(0)
     rows = pid * BN + tl.arange(0, BN)
-    after = rows + step * BN
     w1, w2 = tile(weight, rows, rows < n, K, 0, K1), second(weight, rows, rows < n, K, K1, K2)
-    if K2 == 0:
-        n1, n2 = tile(weight, after, after < n, K, 0, K1), second(weight, after, after < n, K, K1, K2)
     top = tl.full([BN], LOWEST, tl.int64)
     enter(PDL)
     x1, x2 = _operand(x, norm, eps, K, K1, K2, READ)
-    for _ in range(pid, tl.cdiv(n, BN), step):
-        later, ok = after + step * BN, rows < n
-        if K2 > 0:
-            n1, n2 = tile(weight, after, after < n, K, 0, K1), second(weight, after, after < n, K, K1, K2)
+    for block in range(pid, tl.cdiv(n, BN), step):
+        after, ok = (block + step) * BN + tl.arange(0, BN), rows < n
+        n1, n2 = tile(weight, after, after < n, K, 0, K1), second(weight, after, after < n, K, K1, K2)
         y = narrow(dots(w1, w2, x1, x2, K2), BF16)
-        w1, w2 = n1, n2
-        if K2 == 0:
-            n1, n2 = tile(weight, later, later < n, K, 0, K1), second(weight, later, later < n, K, K1, K2)
         if RESIDUAL:
             y = narrow(tl.load(stream + rows, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32), BF16)
             tl.store(stream + rows, y, mask=ok)
@@ -103,7 +95,7 @@ def project_kernel(
             bits = tl.where(bits == -2147483648, 0, bits)  # minus zero is zero
             order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
             top = tl.maximum(top, tl.where(ok, order * 4294967296 + (LAST_ID - rows), LOWEST))
-        rows, after = after, later
+        rows, w1, w2 = after, n1, n2
     if TOP:
         tl.atomic_max(best, tl.max(top, 0), sem="relaxed")
 
@@ -219,31 +211,27 @@ def experts_down_kernel(
 ):  # fmt: skip
     """The routed sum, the shared expert's output and the residual stream, added in this order.
 
-    The choice was made by the launch before the last, which is over when this one begins: two blocks of the chosen rows
-    are under way before the wait.
+    The choice was made by the launch before the last, which is over when this one begins: the chosen rows are under way
+    before the wait.
     """
     pid, step, slot = tl.program_id(0), tl.num_programs(0), tl.arange(0, BS)
     rows = pid * BN + tl.arange(0, BN)
-    after = rows + step * BN
     expert = tl.load(ids + slot, mask=slot < SLOTS, other=0, cache_modifier=".cg")
     weight = tl.load(weights + slot, mask=slot < SLOTS, other=0.0, cache_modifier=".cg")
     first = expert_tile(w2, expert, slot, rows, SLOTS, D, I, 0, I1)
     rest = second_expert(w2, expert, slot, rows, SLOTS, D, I, I1, I2)
-    first2 = expert_tile(w2, expert, slot, after, SLOTS, D, I, 0, I1)
-    rest2 = second_expert(w2, expert, slot, after, SLOTS, D, I, I1, I2)
     enter(PDL)
     a1, a2 = act_parts(act, slot, SLOTS, I, I1, I2)
-    for _ in range(pid, tl.cdiv(D, BN), step):
-        later, ok = after + step * BN, rows < D
+    for block in range(pid, tl.cdiv(D, BN), step):
+        after, ok = (block + step) * BN + tl.arange(0, BN), rows < D
+        first2 = expert_tile(w2, expert, slot, after, SLOTS, D, I, 0, I1)
+        rest2 = second_expert(w2, expert, slot, after, SLOTS, D, I, I1, I2)
         before = tl.load(stream + rows, mask=ok, other=0.0).to(tl.float32)
         y = routed_rows(a1, a2, first, rest, weight, slot, I2, SLOTS, DOWN, SCALED, BF16)
-        first, rest = first2, rest2
-        first2 = expert_tile(w2, expert, slot, later, SLOTS, D, I, 0, I1)
-        rest2 = second_expert(w2, expert, slot, later, SLOTS, D, I, I1, I2)
         if SHARED:
             y = narrow(y + tl.load(shared + rows, mask=ok, other=0.0).to(tl.float32), BF16).to(tl.float32)
         tl.store(stream + rows, narrow(before + y, BF16), mask=ok)
-        rows, after = after, later
+        rows, first, rest = after, first2, rest2
 
 
 @triton.jit
