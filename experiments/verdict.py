@@ -216,6 +216,7 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
         lines.append(
             f"score {a.matched}/{a.total}; a correct run of this recipe: {e['mean']:.1f}, 95 % in "
             f"{e['low']:.0f}..{e['high']:.0f} (members {e['members']})"
+            + (": fewer than these" if a.matched < e["low"] else "")
         )
     seen, total = f.get("inspected"), gate.golden.tokens[0].shape
     if isinstance(seen, dict):
