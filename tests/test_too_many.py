@@ -1,16 +1,19 @@
 """How many prompts part, against the golden's own gaps: noise excuses as many as it turns, and no more."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from harness.engines.protocol import Generation
-from harness.golden import Golden
+from harness.golden import Golden, load_golden
+from harness.golden_data import Bar
 from harness.question_hints import hint
 from harness.sampling import plain_greedy_settings
 from harness.score import score
 from harness.too_many import FEWEST, parted
 from harness.verdict import RunClass
-from harness.verdict_tokens import judge_tokens
+from harness.verdict_tokens import judge_tokens, noise_of
 
 ROWS, T = 12, 20
 
@@ -91,3 +94,20 @@ def test_another_prompt_and_a_penalty_are_hinted_at() -> None:
     repeating = np.ones((ROWS, T), int)
     repeating[:, 1:] = 9  # which every prompt holds
     assert hint(golden, score(golden, run_of(repeating))) == ""
+
+
+@pytest.mark.parametrize("name", ["wide_llama_cpp", "wide_transformers", "wide_mlx"])
+def test_the_shipped_goldens_of_three_engines_say_the_same_4096_tokens(name: str) -> None:
+    """In float32, K = 3 alike; against vLLM's bf16 as many prompts part as the measured noise turns: 26 and 26.2."""
+    wide, other = load_golden("wide"), load_golden(name)
+    assert other.bar is Bar.STRICT
+    assert other.prompts == wide.prompts
+    np.testing.assert_array_equal(other.tokens[0], load_golden("wide_mlx").tokens[0])
+    run = replace(run_of(other.tokens[0]), top_ids=other.top_ids, top_logprobs=other.top_logprobs)
+    agreement = score(wide, run)
+    assert agreement.matched == 2957
+    noise = noise_of(wide, run, agreement)
+    assert noise is not None
+    found = parted(wide, agreement, noise.sigma)
+    assert found is not None
+    assert (found.seen, round(found.expected, 1)) == (26, 26.2)
