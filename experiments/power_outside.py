@@ -1,8 +1,8 @@
 """`neartie power --outside`: how often the verdict is wrong on engines that show their outputs alone.
 
 Correct variants and planted defects, each taken for the plain variant of its dtype and judged by what a stranger shows
-(`harness.outside_power`), on batteries of 8 prompts x 16 tokens. Defects take turns in severity and in how many layers
-have them. What is finished stays in the folder's outside.csv, battery by battery.
+(`harness.outside_power`), on batteries of 8 prompts x 16 tokens. Defects take turns in severity, in how many layers
+have them and in the carrier. What is finished stays in the folder's outside.csv, battery by battery.
 """
 
 import csv
@@ -29,8 +29,7 @@ CHUNK = 40  # defects that stand beside the same members: what an interrupted ru
 TOKENS = 16
 GATE = Slice("gate", tuple(range(8)), TOKENS)
 # Prompts of `wide` from the 24th on took no part in the calibration.
-BATTERIES = (GATE, Slice("wide", tuple(range(24, 32)), TOKENS))
-EVERY = 2  # of the planted defects: about twelve minutes of one core in all
+BATTERIES = (GATE, *(Slice("wide", tuple(range(n, n + 8)), TOKENS) for n in range(24, 64, 8)))
 TOGETHER = "execution.batch=8"
 CARRIERS = {"bf16": CARRIER, "f32": FORMATS["f32"] + CARRIER.removeprefix(FORMATS["bf16"])}
 LABELS: tuple[str, ...] = (
@@ -61,7 +60,7 @@ Row = dict[str, str]
 
 
 def cells() -> list[Cell]:
-    """Correct variants on each battery; defects once in a bf16 carrier and once in a float32 one, on gate."""
+    """Correct variants on each battery; each defect once, in a bf16 carrier or a float32 one, on gate."""
     # What rounds a parameter is not what it is taken for, and is named so: no correct run of that.
     sound = {name: words for name, words in benign_words().items() if "params." not in words}
     orders = {name: words for name, words in sound.items() if "mode=incremental" in words}
@@ -82,7 +81,7 @@ def cells() -> list[Cell]:
                 severity=[*Severity][i % 3].name,
                 spread=[*Spread][i // 3 % 2].name,
             )
-            for i, name in enumerate([*DEFECTS][first::EVERY])
+            for i, name in enumerate([*DEFECTS][first :: len(CARRIERS)])
         ]
     return found
 
