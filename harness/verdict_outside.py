@@ -67,7 +67,6 @@ def judge_outside(q: OutsideQuestion, gate: GateResult, beside: Beside | None = 
     b = beside or stand_beside(
         q.golden, q.casts, q.declared, q.reference, [chosen], members=q.members, seed=q.seed, precisions=[*q.finer]
     )
-    found = divergences(_evidence(q, b, chosen, margins))
     seen = _given(gate) if q.scored is None else _Lists.of(q.scored)
     logprobs, figures = _logprobs(q, b.as_runs, seen)
     for precision, scored in q.finer.items():
@@ -75,7 +74,9 @@ def judge_outside(q: OutsideQuestion, gate: GateResult, beside: Beside | None = 
         logprobs, figures = [*logprobs, *more], figures | rung
     noise = noise_nats(b.as_runs.own)
     weak = cannot_discriminate(q.golden, noise)
-    findings = [*end_findings(gate.agreement), *logprobs, *_score(b.expected, gate)]
+    wrong = [*logprobs, *_score(b.expected, gate)]
+    found = divergences(_evidence(q, b, chosen, margins, causal=not wrong))
+    findings = [*end_findings(gate.agreement), *wrong]
     last = "tokens" if q.scored is None else "forced_logprobs"
     verdict = conclude(
         findings,
@@ -99,7 +100,9 @@ def judge_outside(q: OutsideQuestion, gate: GateResult, beside: Beside | None = 
     return replace(verdict, reason=verdict.reason + hint(q.golden, gate.agreement))
 
 
-def _evidence(q: OutsideQuestion, b: Beside, chosen: np.ndarray, margins: dict[tuple[int, int], float]) -> Evidence:
+def _evidence(
+    q: OutsideQuestion, b: Beside, chosen: np.ndarray, margins: dict[tuple[int, int], float], *, causal: bool
+) -> Evidence:
     return Evidence(
         golden=q.golden,
         chosen=chosen,
@@ -111,6 +114,7 @@ def _evidence(q: OutsideQuestion, b: Beside, chosen: np.ndarray, margins: dict[t
         truth=make_oracle(q.casts, q.declared, semantics=Semantics()),
         make_row=None,
         margins=margins,
+        causal=causal,
     )
 
 
