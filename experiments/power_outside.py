@@ -102,8 +102,8 @@ def run(model: ModelSource, out: Path, flags: Flags) -> int:
     done = {row["key"] for row in rows}
     with progress("outside", sum(map(len, groups.values()))) as tick, policy(DeviceChoice(threads=1)):
         for group in groups.values():
-            if not {c.key for c in group} <= done:
-                fresh = [row for a in answers(casts, group) for row in _rows(a)]
+            if left := [c for c in group if c.key not in done]:
+                fresh = [row for a in answers(casts, left) for row in _rows(a)]
                 append(out / NAME, fresh)
                 rows += fresh
             for _ in group:
