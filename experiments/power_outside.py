@@ -2,10 +2,11 @@
 
 Correct variants and planted defects, each taken for the plain variant of its dtype and judged by what a stranger shows
 (`harness.outside_power`), on batteries of 8 prompts x 16 tokens. Defects take turns in severity, in how many layers
-have them and in the carrier. What is finished stays in the folder's outside.csv, battery by battery.
+have them and in the carrier. What is finished stays in the folder's outside.csv.xz, battery by battery.
 """
 
 import csv
+import lzma
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from variants.defects import DEFECTS, Spread
 from variants.defects_kinds import Severity
 from variants.errors import InputError
 
-NAME = "outside.csv"
+NAME = "outside.csv.xz"
 CHUNK = 40  # defects that stand beside the same members: what an interrupted run loses at most
 TOKENS = 16
 GATE = Slice("gate", tuple(range(8)), TOKENS)
@@ -133,7 +134,7 @@ def read(path: Path) -> list[Row]:
     """Verdicts on record, none where there is no file. Raises InputError for another file."""
     if not path.is_file():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
+    with lzma.open(path, "rt", newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != (*LABELS, *FIGURES):
             raise InputError(f"{path}: has other columns than this version writes; name another out=")
@@ -144,7 +145,7 @@ def append(path: Path, rows: Sequence[Row]) -> None:
     """Add the verdicts of a battery; a file that is new gets its header."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = not path.is_file()
-    with path.open("a", newline="", encoding="utf-8") as file:
+    with lzma.open(path, "at", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, (*LABELS, *FIGURES), lineterminator="\n")
         if fresh:
             writer.writeheader()

@@ -1,11 +1,12 @@
 """Runs that stand beside the same members are told the same as alone, and a planted fault is counted as one."""
 
+import lzma
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from experiments.power_outside import BATTERIES, CARRIERS, cells, rates, read
+from experiments.power_outside import BATTERIES, CARRIERS, append, cells, rates, read
 from harness.beside import stand_beside
 from harness.compose import named_variant
 from harness.engines.local import LocalEngine, shared_casts
@@ -72,6 +73,10 @@ def test_rates_count_what_was_told(tmp_path) -> None:
     assert str(line["false alarms"]).startswith("1/2")
     assert str(line["correct, not told"]).startswith("1/2")
     assert str(line["caught"]).startswith("1/1")
-    (tmp_path / "o.csv").write_text("key,other\n")
+    path = tmp_path / "o.csv.xz"
+    append(path, rows[:1])
+    append(path, rows[2:])
+    assert [r["defect"] for r in read(path)] == ["", "d", "d"]
+    path.write_bytes(lzma.compress(b"key,other\n"))
     with pytest.raises(InputError, match="other columns"):
-        read(tmp_path / "o.csv")
+        read(path)
