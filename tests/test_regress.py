@@ -4,12 +4,14 @@ import json
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from torch import Tensor
 
 from experiments import regress
 from experiments.cli import main
@@ -19,6 +21,7 @@ from harness.ci_report import Checked, junit, markdown
 from harness.compose import load
 from harness.ledger import Ledger
 from harness.regress import Bands, Finding, baseline_of, compare
+from variants import decode
 from variants.errors import InputError, UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +37,9 @@ def make(tmp_path: Path):
 
     def row(**more: Any) -> dict:
         speed = more.pop("speed", 100.0)
-        members = more.pop("members", None)
+        detail = {"agreement": {"members": more.pop("members", None)}}
+        if timing := more.pop("timing", None):
+            detail["timing"] = {"decode_tok_cpu_s": {"median": timing[0]}, "waited_share": timing[1]}
         place = {"prompt": 4, "position": 6, "golden_id": 1858, "candidate_id": 320}
         score: dict[str, Any] = {"matched": 109, "total": 128, "bar_met": False, "first_divergence": [place]}
         record: dict[str, Any] = {
@@ -42,7 +47,7 @@ def make(tmp_path: Path):
             "variant_hash": "v", "bar": "STRICT", "environment": ENVIRONMENT, "peak_memory_bytes": 1000,
             "decode_tok_s": {"median": speed}, "agreement": score | more.pop("agreement", {}),
             "recipe": {"declared": {"sites": {"kda_state": {"output": "keep"}}}},
-            "detail": {"agreement": {"members": members}},
+            "detail": detail,
         }  # fmt: skip
         with ledger.begin(record | more) as run:
             return run.finish()
@@ -117,6 +122,21 @@ def test_speed_both_ways_and_memory(make):
 def test_a_spread_that_overlaps_is_no_finding(make):
     """Where one run of the one side reaches the other's, medians apart say nothing."""
     assert kinds([make(speed=100.0), make(speed=60.0)], [make(speed=55.0), make(speed=62.0), make(speed=56.0)]) == []
+
+
+def test_a_busy_machine_is_held_by_processor_time_alone(make):
+    """A quarter of the speed by the clock is no finding where runs stood in line; 30 % per processor second is one."""
+    base = [make(timing=(100.0, 0.0)) for _ in range(3)]
+    assert kinds(base, [make(speed=25.0, timing=(97.0, 0.7))]) == []
+    assert kinds(base, [make(speed=25.0, timing=(70.0, 0.7))]) == ["speed"]
+    assert kinds([make(speed=25.0, timing=(100.0, 0.7))], [make(timing=(103.0, 0.0))]) == []
+
+
+def test_a_step_that_sleeps_is_found_on_a_quiet_machine(make):
+    """Equal processor time and 30 % less by the clock, with nobody else there: the step waits for something."""
+    base = [make(timing=(100.0, 0.01)) for _ in range(3)]
+    (found,) = compare(baseline_of(base), [make(speed=70.0, timing=(100.0, None))], Bands())
+    assert found.text.startswith("decode_tok_s slower: 0.70 times")
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -225,6 +245,39 @@ def test_the_pytest_plugin_gates_and_gives_fixtures(tmp_path: Path):
     assert in_pytest(tmp_path, "--gate-require=15").returncode == 0
 
 
+RUNS = 20
+SPEED = ["variant=f32", "limit=3", "device.threads=1", "base=none"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_real_slow_down_of_30_percent_is_found_and_real_noise_is_not(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+):
+    """Twenty real runs of the same code have no finding; twenty whose decode is 30 % slower have that one, whatever
+    else the machine has to do."""
+    words = ["regress", *SPEED, f"baseline={tmp_path / 'base'}", f"results={tmp_path}"]
+    assert main([*words, "--record"]) == 0
+    assert [main(words) for _ in range(RUNS)] == [0] * RUNS, capsys.readouterr().out
+    real = decode.Sequences.after
+
+    def slower(self: decode.Sequences, tokens: Tensor) -> Tensor:
+        began = time.process_time()
+        logits = real(self, tokens)
+        end = time.process_time() + (time.process_time() - began) * 0.3 / 0.7
+        while time.process_time() < end:
+            pass
+        return logits
+
+    monkeypatch.setattr(decode.Sequences, "after", slower)
+    for _ in range(RUNS):
+        capsys.readouterr()
+        assert main([*words, "--json"]) == 1
+        (arm,) = json.loads(capsys.readouterr().out)
+        assert [finding["kind"] for finding in arm["findings"]] == ["speed"]
+        assert arm["findings"][0]["text"].startswith("decode_tok_cpu_s slower: 0.")
+
+
 DEFAULT = ["limit=5", "max_tokens=8", "device.threads=1", "repeats=1", "base=none", "speed=0.99", "memory=0.9"]
 PLANTED = "variant.stream=bf16"
 PLANT = f"""
@@ -236,14 +289,11 @@ compose.load = lambda words, **more: replace(load(words, **more), variant=load([
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_one_axis_changed_in_the_default_variant_is_found_and_an_untouched_tree_is_not(
     tmp_path: Path, capsys: Captured
 ):
-    """Ten runs of the same tree pass ten times; the stream in bf16 under the same name fails with place and reason.
-
-    The pytest plugin says the same of the same change.
-    """
+    """Ten runs of the same tree pass ten times; the stream in bf16 under the same name fails with place and reason."""
     words = [*DEFAULT, f"baseline={tmp_path / 'base'}", f"results={tmp_path}"]
     assert main(["regress", *words, "--record"]) == 0
     assert [main(["regress", *words]) for _ in range(10)] == [0] * 10
@@ -255,6 +305,13 @@ def test_one_axis_changed_in_the_default_variant_is_found_and_an_untouched_tree_
     found = "\n".join(f"{finding.kind}: {finding.text}" for finding in checked.findings)
     assert "prompt 4 diverges at position 6" in found
     assert "output was f32 and is bf16" in found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_pytest_plugin_finds_one_axis_changed_in_the_default_variant(tmp_path: Path):
+    """The same change, made where the tests run, fails the plugin's test with place and reason."""
+    assert main(["regress", *DEFAULT, f"baseline={tmp_path / 'base'}", f"results={tmp_path}", "--record"]) == 0
     (tmp_path / "conftest.py").write_text(PLANT)
     given = ["--gate", "limit=5", "--gate", "max_tokens=8", "--gate", "device.threads=1", "--gate", "speed=0.99"]
     given += ["--gate", "memory=0.9", f"--gate-baseline={tmp_path / 'base'}", "--gate-base=none"]
@@ -263,3 +320,4 @@ def test_one_axis_changed_in_the_default_variant_is_found_and_an_untouched_tree_
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "prompt 4 diverges at position 6" in done.stdout
+    assert "output was f32 and is bf16" in done.stdout
