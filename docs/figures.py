@@ -43,7 +43,11 @@ def _report(folder: Path) -> Image.Image:
     page, shot = folder / "page.html", folder / "page.png"
     _neartie("report", f"results={folder}", f"out={page}")
     argv = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    subprocess.run([*argv, f"--window-size={SCREEN[0]},{SCREEN[1]}", f"--screenshot={shot}", page.as_uri()], check=True)
+    subprocess.run(
+        [*argv, f"--window-size={SCREEN[0]},{SCREEN[1]}", f"--screenshot={shot}", page.as_uri()],
+        check=True,
+        stderr=subprocess.DEVNULL,  # tells of services that only a desktop has
+    )
     return Image.open(io.BytesIO(shot.read_bytes()))
 
 
