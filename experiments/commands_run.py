@@ -247,14 +247,17 @@ RUN: tuple[Command, ...] = (
         name="power",
         summary="planted defects and correct variants: which rule catches what",
         module="experiments.power",
-        usage="neartie power [seeds=7] [workers=2] [out=DIR] [--quick]",
+        usage="neartie power [seeds=7] [workers=2] [out=DIR] [--quick|--outside]",
         text=(
             "Detection, false alarms and localisation of our instruments and of the rules\n"
             "in use elsewhere, on the same runs. An hour on two cores; cells that are\n"
             "finished stay in out=results/power, so a stopped run goes on where it was."
         ),
         example="neartie power --quick",
-        flags=(Flag(name="quick", help="a few cells, under a minute"),),
+        flags=(
+            Flag(name="quick", help="a few cells, under a minute"),
+            Flag(name="outside", help="the verdict on engines that show outputs alone"),
+        ),
     ),
     Command(
         name="train",

@@ -1,7 +1,8 @@
 """Jobs of a sweep through a launcher of Hydra's: joblib, submitit (local or SLURM), Ray. Nothing of it is ours.
 
-The launcher is chosen and set in Hydra's own words (`hydra/launcher=joblib hydra.launcher.n_jobs=2`). What jobs print
-goes where the launcher sends it; what they found is in their rows.
+The launcher is chosen and set in Hydra's own words (`hydra/launcher=joblib hydra.launcher.n_jobs=2`). One that starts
+all jobs at once, as submitit's local one does, is given them in parts by `hydra.sweeper.max_batch_size`. What jobs
+print goes where the launcher sends it; what they found is in their rows.
 """
 
 import importlib
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from experiments.sweep import Told, run_job
 from experiments.words import Flags
@@ -33,7 +36,7 @@ class Task:
 
 
 def launch(module: str, words: Sequence[str], jobs: Sequence[tuple[Config, Flags]], *, folder: Path) -> list[Told]:
-    """Launch every job; a launcher that loses a process tells of all jobs that did not come back.
+    """Launch every job; a launcher that loses a process tells of all jobs of that part, and those after it.
 
     Each launch has a folder of its own under `folder`. Raises UsageError for a launcher that is not installed or words
     that it does not take.
@@ -41,11 +44,18 @@ def launch(module: str, words: Sequence[str], jobs: Sequence[tuple[Config, Flags
     task = Task(module, jobs)
     sweep = f"{flags.place.id}-{secrets.token_hex(4)}" if (flags := jobs[0][1]).place else secrets.token_hex(8)
     started = launcher(words, task, folder=folder.resolve() / sweep)
+    size = OmegaConf.select(started.config, "hydra.sweeper.max_batch_size") or len(jobs)  # pyright: ignore
+    returned: list[Any] = []
     try:
-        returned = started.launch([[] for _ in jobs], initial_job_idx=0)
+        for first in range(0, len(jobs), size):
+            returned += started.launch([[] for _ in jobs[first : first + size]], initial_job_idx=first)
     except Exception as error:  # noqa: BLE001  # launchers raise what their schedulers do when a process is lost
         reason = f"the launcher lost a process ({one_line(error)}); its row says how far it came"
-        return [Told(job=_words(flags), code=DeviceError.exit_code, message=reason) for _, flags in jobs]
+        lost = jobs[len(returned) :]
+        return [
+            *(_told(one, flags) for one, (_, flags) in zip(returned, jobs, strict=False)),
+            *(Told(job=_words(flags), code=DeviceError.exit_code, message=reason) for _, flags in lost),
+        ]
     return [_told(one, flags) for one, (_, flags) in zip(returned, jobs, strict=True)]
 
 

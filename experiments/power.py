@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from experiments import power_outside
 from experiments.words import Flags
 from harness import strict_json
 from harness.config import Config, DeviceChoice, DeviceKind, EngineKind
@@ -75,6 +76,8 @@ class Task:
 
 def run(config: Settings, flags: Flags) -> int:
     """Run what is missing, then report on everything."""
+    if "outside" in flags.values:
+        return power_outside.run(config.model, Path(config.out), flags)
     quick = "quick" in flags.values
     out = Path(config.out) / "quick" if quick else Path(config.out)
     cells = quick_cells(QUICK) if quick else full_cells(config.seeds)

@@ -35,6 +35,8 @@ from variants.weights import Casts
 
 DEFECT = 1
 WATCHED = 64  # logprobs asked for with each forced token
+FAR_UNDER = 4.0  # ln; f16 where bf16 is meant stands e^-2.7 under its members, f32 e^-10
+FINE = ": far less than it is taken to round, which leaves a fault room; name what it computes with declared=VARIANT"
 # A library in bf16 or f32 is taken to compute as the variant of this name, with the checkpoint's own semantics.
 TAKEN_FOR = {"bf16": "bf16_engine", "f16": "bf16_engine", "f32": "f32"}
 
@@ -226,6 +228,7 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
         lines.append(
             f"score {a.matched}/{a.total}; a correct run of this recipe: {e['mean']:.1f}, 95 % in "
             f"{e['low']:.0f}..{e['high']:.0f} (members {e['members']})"
+            + (": fewer than these" if a.matched < e["low"] else "")
         )
     seen, total = f.get("inspected"), gate.golden.tokens[0].shape
     if isinstance(seen, dict):
@@ -268,6 +271,7 @@ def _outputs(figures: Mapping[str, object]) -> list[str]:
             how = f"its own code in {name.removesuffix('_')}" if name else "as it runs"
             lines.append(
                 f"logprobs {how}: error e^{error:.2f}, e^{excess:+.2f} of its recipe's members, {places} places"
+                + (FINE if excess < -FAR_UNDER else "")
             )
     return lines
 

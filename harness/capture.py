@@ -232,10 +232,11 @@ def _named(info: EngineInfo) -> dict[str, Any]:
 
 
 def _top(engine: Engine, plan: Plan, run: Generation) -> tuple[np.ndarray | None, np.ndarray | None, tuple[str, ...]]:
-    """Ranked logprobs of run 0: those that came with its tokens, else scored through the same path, else none."""
+    """Ranked logprobs of run 0, as float32: those that came with its tokens, else scored through the same path, else
+    none."""
     if run.top_ids is not None and run.top_logprobs is not None:
         k = min(plan.top_k, run.top_ids.shape[-1])
-        return run.top_ids[..., :k], run.top_logprobs[..., :k], ()
+        return run.top_ids[..., :k], run.top_logprobs[..., :k].astype(np.float32), ()
     if not engine.info.can_score:
         return None, None, ("the engine gave no logprobs: margins and gaps are unknown",)
     rows = [[int(i) for i in row if i != ENDED] for row in run.tokens]

@@ -12,6 +12,7 @@ import torch
 
 from harness.gguf_vocabulary import Vocabulary
 from harness.gguf_write import WeightFormat, write_gguf
+from harness.progress import progress
 from harness.tokenizer_json import RANKS, write_kimi_tokenizer
 from variants.checkpoint import Checkpoint
 from variants.checkpoint_config import read_json_object
@@ -63,7 +64,8 @@ def convert(
         tensors = library_tensors(tensors, config)
     # Read by MLX, which asks for both: no layer uses a rotation, nor this width.
     also = {"head_dim": config.hidden_size // config.num_heads, "rope_theta": 10000.0}
-    write_folder(out, config_fields(config) | also, tensors)
+    with progress("convert: tensors", len(tensors)) as done:
+        write_folder(out, config_fields(config) | also, tensors, written=done)
     _write_tokenizer(checkpoint.path, Path(out), without_eos=without_eos)
 
 

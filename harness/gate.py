@@ -18,6 +18,7 @@ from harness.memory import PeakMemory, peak_memory
 from harness.pregate import check_answers, pregate
 from harness.rebless import environment_differs
 from harness.score import score
+from harness.waiting import Waiting, waiting
 from variants.errors import InputError, UsageError
 
 # One step of bf16 logits between 16 and 32, where a trained model's first choices lie: two candidates closer than this
@@ -38,6 +39,7 @@ class GateResult:
     generation: Generation
     agreement: Agreement
     timing: Timing
+    waited: Waiting
     memory: PeakMemory
     notes: tuple[str, ...]
     required: str | None
@@ -62,6 +64,7 @@ class GateResult:
         detail |= {"memory_since": self.memory.since, "tokens": self.generation.tokens.tolist()}
         own = timing.pop("detail")
         assert isinstance(own, dict)
+        own["timing"]["waited_share"] = self.waited.share
         return {
             "status": "invalid" if self.agreement.non_finite else "ok",
             "agreement": _fixed(self.agreement),
@@ -127,7 +130,7 @@ def run_gate(
     check_requirement(golden, require)
     before = pregate(golden, engine.info, prompts=prompts, vocab_size=vocab_size)
     stop = golden.sampling.get("eos") == "stop"
-    with peak_memory(engine.info.device) as memory:
+    with peak_memory(engine.info.device) as memory, waiting() as waited:
         generation = engine.generate(golden.prompts, golden.tokens.shape[2], stop_at_eos=stop)
     check_answers(golden, engine.info, generation, stop_at_eos=stop)
     agreement = score(golden, generation, text=text if before.compare_text else None)
@@ -137,6 +140,7 @@ def run_gate(
         generation=generation,
         agreement=agreement,
         timing=summarize(generation),
+        waited=waited,
         memory=memory,
         notes=(
             *before.notes,

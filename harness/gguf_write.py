@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from harness.gguf_vocabulary import Vocabulary, add_vocabulary
+from harness.progress import tracked
 from variants.checkpoint import Checkpoint
 from variants.errors import DeviceError, UsageError
 from variants.model_config import LayerKind, ModelConfig
@@ -79,7 +80,7 @@ def write_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for t in tensors:
+        for t in tracked("gguf: tensors", tensors, len(tensors)):
             writer.write_tensor_data(_bytes(t, weights))
     finally:
         writer.close()

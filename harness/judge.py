@@ -41,7 +41,8 @@ class Evidence:
     recipes are `declared` and `golden_recipe`. oracle: makes the float64 model with the candidate's declared semantics;
     truth: the same with the checkpoint's own. make_row(prompt, tap): the candidate over one prompt alone; None where
     its values cannot be looked at. margins: by (prompt, t), what such a candidate itself gave as the logprob of the
-    golden's token minus that of its own; None where it gave none.
+    golden's token minus that of its own; None where it gave none. causal: whether an exchange of experts is sought for
+    what rounding leaves, at seconds a place; of no use where the run is a defect already.
     """
 
     golden: Golden
@@ -54,6 +55,7 @@ class Evidence:
     truth: Build
     make_row: MakeRow | None
     margins: Mapping[tuple[int, int], float] | None = None
+    causal: bool = True
 
 
 def divergences(evidence: Evidence) -> list[Divergence]:

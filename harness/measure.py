@@ -13,9 +13,10 @@ Rules
 - The figures check themselves: the tokens of all steps sum to the tokens of the run, and no average is above its peak.
 """
 
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class Step:
     """One timed call. step: PREFILL, or the index among the batch's later steps.
 
     tokens: what the rate counts, prompt tokens in a prefill and new tokens in a later step. new_tokens: new ones in
-    either. first_seen: its shape had not run before.
+    either. first_seen: its shape had not run before. cpu_s: processor seconds of this process, NaN where unknown.
     """
 
     batch: int
@@ -40,6 +41,7 @@ class Step:
     new_tokens: int
     seconds: float
     first_seen: bool = False
+    cpu_s: float = math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +57,15 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What a run's steps say. end_to_end_tok_s: all new tokens over all time, null unless every prefill was timed."""
+    """What a run's steps say. end_to_end_tok_s: all new tokens over all time, null unless every prefill was timed.
+
+    prefill_tok_cpu_s, decode_tok_cpu_s: tokens per processor second, which other work of the machine hardly moves.
+    """
 
     prefill_tok_s: Rate
     decode_tok_s: Rate
+    prefill_tok_cpu_s: Rate
+    decode_tok_cpu_s: Rate
     end_to_end_tok_s: float | None
     first_seen: tuple[Step, ...]
     idle_steps: int
@@ -67,6 +74,7 @@ class Timing:
         """The ledger's fields; what has no fixed field is under `detail.timing`."""
         apart = [{"batch": step.batch, "step": step.step, "seconds": step.seconds} for step in self.first_seen]
         detail = {"end_to_end_tok_s": self.end_to_end_tok_s, "idle_steps": self.idle_steps, "first_seen": apart}
+        detail |= {name: asdict(getattr(self, name)) for name in ("prefill_tok_cpu_s", "decode_tok_cpu_s")}
         rates = {"prefill_tok_s": asdict(self.prefill_tok_s), "decode_tok_s": asdict(self.decode_tok_s)}
         return {**rates, "detail": {"timing": detail}}
 
@@ -92,12 +100,13 @@ def summarize(generation: Generation) -> Timing:
             new = int(np.count_nonzero(tokens[rows, :1] >= 0))
             prompt = int(generation.prefill_tokens[rows].sum())
             apart = (index, PREFILL) in first_seen
-            steps.append(
-                Step(batch=index, step=PREFILL, tokens=prompt, new_tokens=new, seconds=seconds, first_seen=apart)
-            )
+            cpu_s = math.nan if generation.prefill_cpu_s is None else float(np.max(generation.prefill_cpu_s[rows]))
+            given = {"seconds": seconds, "first_seen": apart, "cpu_s": cpu_s}
+            steps.append(Step(batch=index, step=PREFILL, tokens=prompt, new_tokens=new, **given))
         if generation.decode_s and not together:
             counts = _yielded(tokens[rows], len(generation.decode_s[index]))
-            steps += _decode_steps(index, counts, generation.decode_s[index], first_seen)
+            cpu_s = generation.decode_cpu_s[index] if generation.decode_cpu_s else None
+            steps += _decode_steps(index, counts, generation.decode_s[index], first_seen, cpu_s)
     if together:
         steps += _decode_steps(0, generation.decode_tokens[0], generation.decode_s[0], first_seen)
     decoded = int(np.count_nonzero(tokens[:, 1:] >= 0)) if generation.decode_s else 0
@@ -112,13 +121,19 @@ def _yielded(tokens: np.ndarray, steps: int) -> np.ndarray:
     return yielded
 
 
-def _decode_steps(batch: int, counts: np.ndarray, seconds: np.ndarray, first_seen: set[tuple[int, int]]) -> list[Step]:
-    return [
-        Step(
-            batch=batch, step=s, tokens=int(n), new_tokens=int(n), seconds=float(t), first_seen=(batch, s) in first_seen
-        )
-        for s, (n, t) in enumerate(zip(counts, seconds, strict=True))
-    ]
+def _decode_steps(
+    batch: int,
+    counts: np.ndarray,
+    seconds: np.ndarray,
+    first_seen: set[tuple[int, int]],
+    cpu_s: np.ndarray | None = None,
+) -> list[Step]:
+    cpu_s = np.full(len(seconds), math.nan) if cpu_s is None else cpu_s
+    steps = []
+    for s, (n, t, c) in enumerate(zip(counts, seconds, cpu_s, strict=True)):
+        given = {"seconds": float(t), "first_seen": (batch, s) in first_seen, "cpu_s": float(c)}
+        steps.append(Step(batch=batch, step=s, tokens=int(n), new_tokens=int(n), **given))
+    return steps
 
 
 def timing_of(steps: Sequence[Step], *, decoded: int, prefilled: int) -> Timing:
@@ -137,10 +152,17 @@ def timing_of(steps: Sequence[Step], *, decoded: int, prefilled: int) -> Timing:
     return Timing(
         prefill_tok_s=_rate(prefill),
         decode_tok_s=_rate(decode),
+        prefill_tok_cpu_s=_rate(_by_processor(prefill)),
+        decode_tok_cpu_s=_rate(_by_processor(decode)),
         end_to_end_tok_s=sum(step.new_tokens for step in steps) / total_s if whole else None,
         first_seen=tuple(step for step in steps if step.first_seen),
         idle_steps=sum(step.tokens == 0 for step in decode),
     )
+
+
+def _by_processor(steps: Sequence[Step]) -> list[Step]:
+    """The steps as if the clock had stood still while nothing of this process ran."""
+    return [replace(step, seconds=step.cpu_s) for step in steps if step.cpu_s > 0]
 
 
 def _rate(steps: Sequence[Step]) -> Rate:

@@ -43,7 +43,7 @@ def peak_memory(device: str = "cpu") -> Iterator[PeakMemory]:
     try:
         yield peak
     finally:
-        peak.bytes = _peak_resident_bytes()
+        peak.bytes = peak_resident_bytes()
 
 
 def _reset() -> bool:
@@ -54,7 +54,8 @@ def _reset() -> bool:
     return True
 
 
-def _peak_resident_bytes() -> int:
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had resident since it began, or since a run here began to be measured."""
     if STATUS.exists():
         high = re.search(r"^VmHWM:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
         if high:

@@ -10,6 +10,7 @@ import numpy as np
 
 from harness.engines.protocol import EngineInfo, Generation, Prompts
 from harness.golden_data import ENDED, Golden
+from harness.misplaced import misplaced
 from harness.sampling import greedy_problems, normalize_sampling
 from variants.errors import InputError
 
@@ -73,8 +74,9 @@ def check_plain_greedy(golden: Golden) -> None:
 def check_answers(golden: Golden, info: EngineInfo, generation: Generation, *, stop_at_eos: bool) -> None:
     """Raises InputError where what came back shows that another question was answered, before anything is scored.
 
-    The ids that the engine says it ran, the settings that it says it used, a row that ended where it had to go on, and
-    a token that is not the first of its own ranked list (a penalty or a sampler that nobody asked for).
+    The ids that the engine says it ran, the settings that it says it used, a row that ended where it had to go on,
+    tokens that lie in another place, and a token that is not the first of its own ranked list (a penalty or a sampler
+    that nobody asked for).
     """
     if generation.prompt_ids is not None:
         check_prompts(golden, generation.prompt_ids)
@@ -95,6 +97,8 @@ def check_answers(golden: Golden, info: EngineInfo, generation: Generation, *, s
                 f"input mismatch at prompt {n}: the engine ended after {said} of {len(row)} tokens ({why or 'unsaid'}) "
                 f"where golden {golden.name} goes on past EOS; let it ignore EOS"
             )
+    if why := misplaced(golden, generation.tokens):
+        raise InputError(f"input mismatch: {why}")
     if (place := _not_first(generation)) is not None:
         raise InputError(
             f"engine {info.name}: not plain greedy (prompt {place[0]}, token {place[1]} is not the first of its own "

@@ -3,7 +3,10 @@
 An arm's baseline holds its score, its tokens' first divergences, its verdict, its declared arithmetic, its speed over
 several runs and its peak memory. With a STRICT or unmeasured bar the score and every divergence must be equal; with a
 DISTRIBUTIONAL one the bar must still be met and no place may have left the golden's set of runs. Speed is held in both
-directions, since a run that is suddenly faster skips work or makes the baseline stale.
+directions, since a run that is suddenly faster skips work or makes the baseline stale. It is held per processor second,
+which other work of the machine hardly moves; by the clock too where neither side's runs had to wait for a processor,
+since a step that sleeps takes no processor's time. Memory is the least of a side's peaks: the others hold what the
+process freed after earlier runs and its allocator keeps.
 """
 
 import statistics
@@ -20,6 +23,7 @@ CODE = ("git", "dirty")
 # Not what a forward pass depends on: they differ from one start of the same program to the next.
 NO_CAUSE = ("transformers", "fla", "cpu_count", "interop_threads")
 DISTRIBUTIONAL = "DISTRIBUTIONAL"
+QUIET = 0.05  # the most of a run's time that it may have stood in line for a processor for its clock to count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,10 @@ def baseline_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "recipe": packed(declared).get("recipe", {}),
         "decode_tok_s": _speeds(rows, "decode_tok_s.median"),
         "prefill_tok_s": _speeds(rows, "prefill_tok_s.median"),
-        "peak_memory_bytes": last["peak_memory_bytes"],
+        "decode_tok_cpu_s": _timed(rows, "decode_tok_cpu_s"),
+        "prefill_tok_cpu_s": _timed(rows, "prefill_tok_cpu_s"),
+        "waited_share": _timed(rows, "waited_share"),
+        "peak_memory_bytes": min((int(n) for row in rows if (n := row["peak_memory_bytes"])), default=None),
         "environment": last["environment"],
         "made": {"time_utc": last["time_utc"], "git": last["environment"]["git"], "runs": len(rows)},
     }
@@ -75,8 +82,8 @@ def compare(base: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], bands: B
     if moved:
         return moved
     found = [*_environment(base, now), *_agreement(base, now), *_arithmetic(base, rows[-1])]
-    for name in ("decode_tok_s", "prefill_tok_s"):
-        found += _speed(name, base[name], now[name], bands.speed)
+    for phase in ("decode", "prefill"):
+        found += _phase(phase, base, now, bands.speed)
     return found + _memory(base["peak_memory_bytes"], now["peak_memory_bytes"], bands.memory)
 
 
@@ -92,6 +99,13 @@ def _places(row: Mapping[str, Any]) -> list[list[int]]:
 
 def _speeds(rows: Sequence[Mapping[str, Any]], column: str) -> list[float]:
     return [float(value) for row in rows if isinstance(value := value_at(row, column), (int, float))]
+
+
+def _timed(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """What `detail.timing` of each row says under a name, the median of a rate; rows that do not say are left out."""
+    values = [((row["detail"] or {}).get("timing") or {}).get(name) for row in rows]
+    medians = [value["median"] if isinstance(value, Mapping) else value for value in values]
+    return [float(value) for value in medians if value is not None]
 
 
 def _environment(base: Mapping[str, Any], now: Mapping[str, Any]) -> list[Finding]:
@@ -145,6 +159,19 @@ def _arithmetic(base: Mapping[str, Any], row: Mapping[str, Any]) -> list[Finding
     said = [f"{f['field'].removeprefix('recipe.').removeprefix('sites.')} was {f['a']} and is {f['b']}" for f in fields]
     more = f" (and {len(said) - 3} more)" if len(said) > 3 else ""
     return [Finding(kind="arithmetic", text="; ".join(said[:3]) + more or "the variant's hash is another")]
+
+
+def _phase(phase: str, base: Mapping[str, Any], now: Mapping[str, Any], band: float) -> list[Finding]:
+    """Speed per processor second, and by the clock where that says nothing and both sides had the machine."""
+    clock, processor = f"{phase}_tok_s", f"{phase}_tok_cpu_s"
+    found = _speed(processor, base.get(processor, ()), now[processor], band)
+    if found or not _quiet(base) or not _quiet(now):
+        return found
+    return _speed(clock, base[clock], now[clock], band)
+
+
+def _quiet(side: Mapping[str, Any]) -> bool:
+    return max(side.get("waited_share", ()), default=0.0) <= QUIET
 
 
 def _speed(name: str, was: Sequence[float], now: Sequence[float], band: float) -> list[Finding]:

@@ -199,7 +199,8 @@ def conclude(
         return Verdict(run_class=RunClass.passed, reason="the bar is met", **common)  # pyright: ignore[reportArgumentType]
     if ends:
         return Verdict(run_class=RunClass.invalid, reason=ends[0].reason, **common)  # pyright: ignore[reportArgumentType]
-    line = "; ".join([_rounding_line(divergences), *(f"though {f.reason}" for f in weighed if cleared)])
+    inside = "local_replay" in common.get("instruments", ("local_replay",))  # pyright: ignore[reportOperatorIssue]
+    line = "; ".join([_rounding_line(divergences, inside=inside), *(f"though {f.reason}" for f in weighed if cleared)])
     return Verdict(run_class=RunClass.rounding, reason=line, **common)  # pyright: ignore[reportArgumentType]
 
 
@@ -209,9 +210,9 @@ def _leading(findings: Sequence[Finding]) -> Finding:
     return (sites or [f for f in findings if f.layer is not None] or list(findings))[0]
 
 
-def _rounding_line(divergences: Sequence[Divergence]) -> str:
+def _rounding_line(divergences: Sequence[Divergence], *, inside: bool) -> str:
     if not divergences:
-        return "no divergence; every operation within what its recipe rounds"
+        return "no divergence" + ("; every operation within what its recipe rounds" if inside else " from the golden")
     counts = {cause: sum(d.cause is cause for d in divergences) for cause in Cause}
     told = ", ".join(f"{n} {cause.value}" for cause, n in counts.items() if n)
     worst = min(divergences, key=lambda d: d.p)

@@ -4,7 +4,7 @@ The engine's logprobs stay; the oracle beside them gets another meaning (an eps,
 loaded). A departure explains where with it the error is that of the recipe's members again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -39,28 +39,30 @@ def departures(declared: Recipe, casts: Casts) -> Iterator[tuple[str, Semantics]
 
 
 def explained_by(
-    declared: Recipe,
-    casts: Casts,
-    battery: Battery,
+    meanings: Mapping[str, np.ndarray],
     own: Envelope,
     deviations: np.ndarray,
     level: Callable[[np.ndarray], tuple[float, float]],
 ) -> str | None:
     """The departure that takes the most of an error away, as "explained by ..."; None where none takes it all.
 
-    deviations: the engine's logprobs minus the oracle's, [P, W] as in `own`, NaN for unknown. level(deviations): the
-    mean ln error over what is known, and the members' over the same.
+    meanings: of `other_meanings`. deviations: the engine's logprobs minus the oracle's, [P, W] as in `own`, NaN for
+    unknown. level(deviations): the mean ln error over what is known, and the members' over the same.
     """
     before, _ = level(deviations)
     found: list[tuple[float, float, str]] = []
-    for text, semantics in departures(declared, casts):
-        other = _logprobs(declared, casts, battery, own, semantics)
+    for text, other in meanings.items():
         after, members = level(deviations + own.table.oracle_logprobs - other)
         found.append((after, members, text))
     after, members, text = min(found)
     if after - members > LEFT or before - after < LEAST:
         return None
     return f"explained by {text} (then e^{after - members:+.2f})"
+
+
+def other_meanings(declared: Recipe, casts: Casts, battery: Battery, own: Envelope) -> dict[str, np.ndarray]:
+    """The oracle's logprobs of the watched tokens under each departure, [P, W] as in `own`, by what it is called."""
+    return {text: _logprobs(declared, casts, battery, own, meant) for text, meant in departures(declared, casts)}
 
 
 def _logprobs(declared: Recipe, casts: Casts, battery: Battery, own: Envelope, semantics: Semantics) -> np.ndarray:

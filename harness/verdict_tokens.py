@@ -1,6 +1,7 @@
 """A verdict from outside alone: tokens, whatever logprobs both sides gave, and the reference forced on the candidate.
 
-No oracle and no look inside. At a first divergence both sides stand on one prefix, so their margins between the two
+No oracle and no look inside. Where more prompts part than noise turns (`harness.too_many`) it is no rounding: DEFECT,
+or another question. At a first divergence both sides stand on one prefix, so their margins between the two
 tokens may be compared: the shift between them is held against the noise that the same two sides show at the places they
 share, or, where logprobs are missing on a side, against a noise that the user names. Confidence is always low.
 
@@ -18,7 +19,9 @@ from harness.divergence import Cause
 from harness.engines.protocol import Generation
 from harness.gaps import cannot_discriminate
 from harness.golden_data import ENDED, Golden
+from harness.question_hints import hint
 from harness.significance import upper_t
+from harness.too_many import parted
 from harness.verdict import RunClass, Verdict, end_findings
 
 ALPHA = 1e-3  # family-wise, over the divergences
@@ -190,13 +193,25 @@ def _class(golden: Golden, agreement: Agreement, seen: Sequence[SeenDivergence],
         return RunClass.passed, _passed(agreement)
     if ends := end_findings(agreement):
         return RunClass.invalid, ends[0].reason
-    if weak := cannot_discriminate(golden, noise.sigma):
+    question = hint(golden, agreement)
+    # A noise beyond what bf16 does is the candidate's own fault: it may not excuse it.
+    sound = min(noise.sigma, ASSUMED_NOISE_NATS) if noise.places else noise.sigma
+    count = parted(golden, agreement, sound)
+    if count is not None and count.p < ALPHA:
+        worst = max(seen, key=lambda d: d.shift or 0.0, default=None)
+        most = "" if worst is None else f"; the farthest: {worst.reason}"
+        return RunClass.defect, f"{count}{question}{most}"
+    if weak := cannot_discriminate(golden, sound):
         return RunClass.invalid, weak
     bad = [d for d in seen if d.cause is Cause.suspect]
     if bad:
         worst = max(bad, key=lambda d: d.shift or 0.0)
         more = "a change of routing or a defect, which tokens alone do not tell apart"
-        return RunClass.suspect, f"{worst.reason}; noise {noise.said}: {more}"
+        where = f"beyond it in {len(bad)} of {agreement.prompts} prompts"
+        return RunClass.suspect, f"{worst.reason}; noise {noise.said}; {where}: {question[2:] or more}"
+    if sound < noise.sigma and (weak := cannot_discriminate(golden, noise.sigma)):
+        told = f"the two differ by {noise.said}, a step of bf16 logits is {ASSUMED_NOISE_NATS}"
+        return RunClass.suspect, f"{told}: too much for rounding{question}"
     told = [d for d in seen if d.cause is not None]
     unknown = [d for d in seen if d.cause is None and (d.note != ZERO_GAP or not told)]
     if unknown:

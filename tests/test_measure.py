@@ -12,7 +12,7 @@ import torch
 from harness.engines.protocol import Generation
 from harness.ledger_schema import RATE, shaped
 from harness.measure import PREFILL, Rate, StepTimer, Timing, check_peak, check_sum, summarize
-from harness.memory import _peak_resident_bytes, peak_memory
+from harness.memory import peak_memory, peak_resident_bytes
 from harness.strict_json import encode
 from variants.errors import EngineError, NeartieError
 
@@ -67,6 +67,18 @@ def test_the_self_checks_fail_loudly():
     with pytest.raises(NeartieError, match="hold 10 tokens, the run has 40"):
         check_sum([1] * 10, 40)
     check_sum([4] * 10, 40)
+
+
+def test_tokens_per_processor_second_are_a_figure_of_their_own():
+    """Ten steps of 100 ms that took 10 ms of a processor are 10 tok/s by the clock and 100 per processor second.
+
+    An engine that does not say what it took has no such figure.
+    """
+    timed = {"decode_s": (np.full(10, 0.1),), "decode_cpu_s": (np.full(10, 0.01),), "prefill_cpu_s": np.array([0.5])}
+    timing = summarize(generation(np.zeros((1, 11)), **timed))
+    medians = timing.decode_tok_s.median, timing.decode_tok_cpu_s.median, timing.prefill_tok_cpu_s.median
+    assert medians == pytest.approx((10.0, 100.0, 20.0))
+    assert summarize(generation(np.zeros((1, 11)), decode_s=(np.full(10, 0.1),))).decode_tok_cpu_s == Rate()
 
 
 def test_an_engine_that_times_chunks_for_tokens_is_found_out():
@@ -229,7 +241,7 @@ def test_without_a_reset_the_figure_says_that_it_is_the_process(monkeypatch: pyt
         pass
     assert peak.since == "process"
     assert peak.bytes is not None
-    assert 10 * MIB < peak.bytes == _peak_resident_bytes()
+    assert 10 * MIB < peak.bytes == peak_resident_bytes()
 
 
 @pytest.mark.gpu

@@ -4,12 +4,14 @@ import json
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from torch import Tensor
 
 from experiments import regress
 from experiments.cli import main
@@ -19,6 +21,7 @@ from harness.ci_report import Checked, junit, markdown
 from harness.compose import load
 from harness.ledger import Ledger
 from harness.regress import Bands, Finding, baseline_of, compare
+from variants import decode
 from variants.errors import InputError, UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +37,9 @@ def make(tmp_path: Path):
 
     def row(**more: Any) -> dict:
         speed = more.pop("speed", 100.0)
-        members = more.pop("members", None)
+        detail = {"agreement": {"members": more.pop("members", None)}}
+        if timing := more.pop("timing", None):
+            detail["timing"] = {"decode_tok_cpu_s": {"median": timing[0]}, "waited_share": timing[1]}
         place = {"prompt": 4, "position": 6, "golden_id": 1858, "candidate_id": 320}
         score: dict[str, Any] = {"matched": 109, "total": 128, "bar_met": False, "first_divergence": [place]}
         record: dict[str, Any] = {
@@ -42,7 +47,7 @@ def make(tmp_path: Path):
             "variant_hash": "v", "bar": "STRICT", "environment": ENVIRONMENT, "peak_memory_bytes": 1000,
             "decode_tok_s": {"median": speed}, "agreement": score | more.pop("agreement", {}),
             "recipe": {"declared": {"sites": {"kda_state": {"output": "keep"}}}},
-            "detail": {"agreement": {"members": members}},
+            "detail": detail,
         }  # fmt: skip
         with ledger.begin(record | more) as run:
             return run.finish()
@@ -114,9 +119,31 @@ def test_speed_both_ways_and_memory(make):
     assert kinds(base, [make(peak_memory_bytes=500)]) == []
 
 
+def test_memory_is_the_least_of_the_peaks(make):
+    """What the allocator kept of earlier runs is no finding; where every run takes more, it is one."""
+    base = [make(peak_memory_bytes=n) for n in (1000, 1200)]
+    assert kinds(base, [make(peak_memory_bytes=n) for n in (1050, 1400)]) == []
+    assert kinds(base, [make(peak_memory_bytes=n) for n in (1150, 1200)]) == ["memory"]
+
+
 def test_a_spread_that_overlaps_is_no_finding(make):
     """Where one run of the one side reaches the other's, medians apart say nothing."""
     assert kinds([make(speed=100.0), make(speed=60.0)], [make(speed=55.0), make(speed=62.0), make(speed=56.0)]) == []
+
+
+def test_a_busy_machine_is_held_by_processor_time_alone(make):
+    """A quarter of the speed by the clock is no finding where runs stood in line; 30 % per processor second is one."""
+    base = [make(timing=(100.0, 0.0)) for _ in range(3)]
+    assert kinds(base, [make(speed=25.0, timing=(97.0, 0.7))]) == []
+    assert kinds(base, [make(speed=25.0, timing=(70.0, 0.7))]) == ["speed"]
+    assert kinds([make(speed=25.0, timing=(100.0, 0.7))], [make(timing=(103.0, 0.0))]) == []
+
+
+def test_a_step_that_sleeps_is_found_on_a_quiet_machine(make):
+    """Equal processor time and 30 % less by the clock, with nobody else there: the step waits for something."""
+    base = [make(timing=(100.0, 0.01)) for _ in range(3)]
+    (found,) = compare(baseline_of(base), [make(speed=70.0, timing=(100.0, None))], Bands())
+    assert found.text.startswith("decode_tok_s slower: 0.70 times")
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -208,10 +235,14 @@ def in_pytest(tmp_path: Path, *words: str) -> subprocess.CompletedProcess:
     (tmp_path / "test_mine.py").write_text(
         "def test_mine(gate, golden):\n    assert gate().agreement.total == 16\n    assert golden.name == 'gate'\n"
     )
+    argv = [sys.executable, "-m", "pytest", *own_words(tmp_path), *words]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def own_words(tmp_path: Path) -> list[str]:
     plugin = ["-p", "experiments.pytest_plugin"] if "experiments.pytest_plugin" not in sys.modules else []
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, str(tmp_path / "test_mine.py")]
-    common = ["--gate", "variant=f32", "--gate", "limit=2", "--gate", "max_tokens=8", *words]
-    return subprocess.run([*argv, *common], cwd=ROOT, capture_output=True, text=True, check=False)
+    argv = ["-q", "-p", "no:cacheprovider", *plugin, str(tmp_path / "test_mine.py")]
+    return [*argv, "--gate", "variant=f32", "--gate", "limit=2", "--gate", "max_tokens=8"]
 
 
 def test_the_pytest_plugin_gates_and_gives_fixtures(tmp_path: Path):
@@ -222,10 +253,44 @@ def test_the_pytest_plugin_gates_and_gives_fixtures(tmp_path: Path):
     assert "prompt 0 diverges at position 7: 1228 for 798" in done.stdout
     assert "1 failed, 1 passed" in done.stdout
     assert ElementTree.parse(tmp_path / "j.xml").getroot().find("testsuite").get("failures") == "1"  # pyright: ignore
-    assert in_pytest(tmp_path, "--gate-require=15").returncode == 0
+    here = pytest.main([*own_words(tmp_path), "-p", "no:faulthandler", "--gate-require=15"])  # a start saved
+    assert here == pytest.ExitCode.OK
 
 
-DEFAULT = ["limit=5", "max_tokens=8", "device.threads=1", "repeats=1", "base=none", "speed=0.99", "memory=0.9"]
+RUNS = 20
+SPEED = ["variant=f32", "limit=3", "device.threads=1", "base=none", "memory=0.9"]  # of forty runs in one process
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_real_slow_down_of_30_percent_is_found_and_real_noise_is_not(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+):
+    """Twenty real runs of the same code have no finding; twenty whose decode is 30 % slower have that one, whatever
+    else the machine has to do."""
+    words = ["regress", *SPEED, f"baseline={tmp_path / 'base'}", f"results={tmp_path}"]
+    assert main([*words, "--record"]) == 0
+    assert [main(words) for _ in range(RUNS)] == [0] * RUNS, capsys.readouterr().out
+    real = decode.Sequences.after
+
+    def slower(self: decode.Sequences, tokens: Tensor) -> Tensor:
+        began = time.process_time()
+        logits = real(self, tokens)
+        end = time.process_time() + (time.process_time() - began) * 0.3 / 0.7
+        while time.process_time() < end:
+            pass
+        return logits
+
+    monkeypatch.setattr(decode.Sequences, "after", slower)
+    for _ in range(RUNS):
+        capsys.readouterr()
+        assert main([*words, "--json"]) == 1
+        (arm,) = json.loads(capsys.readouterr().out)
+        assert [finding["kind"] for finding in arm["findings"]] == ["speed"]
+        assert arm["findings"][0]["text"].startswith("decode_tok_cpu_s slower: 0.")
+
+
+DEFAULT = ["limit=5", "max_tokens=8", "device.threads=1", "base=none"]
 PLANTED = "variant.stream=bf16"
 PLANT = f"""
 from dataclasses import replace
@@ -236,18 +301,18 @@ compose.load = lambda words, **more: replace(load(words, **more), variant=load([
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_one_axis_changed_in_the_default_variant_is_found_and_an_untouched_tree_is_not(
-    tmp_path: Path, capsys: Captured
+    tmp_path: Path,
 ):
-    """Ten runs of the same tree pass ten times; the stream in bf16 under the same name fails with place and reason.
-
-    The pytest plugin says the same of the same change.
-    """
+    """Ten processes of the same tree pass, all bands as they come; the stream in bf16 under the default's name fails
+    with place and reason."""
     words = [*DEFAULT, f"baseline={tmp_path / 'base'}", f"results={tmp_path}"]
-    assert main(["regress", *words, "--record"]) == 0
-    assert [main(["regress", *words]) for _ in range(10)] == [0] * 10
-    capsys.readouterr()
+    argv = [sys.executable, "-m", "experiments.cli", "regress", *words]
+    subprocess.run([*argv, "--record"], cwd=ROOT, check=True, capture_output=True)
+    for _ in range(10):
+        done = subprocess.run(argv, cwd=ROOT, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
     config = load(words, root=regress.Settings)
     flags = Flags()
     assert regress.run(replace(config, variant=load([PLANTED]).variant), flags) == 1
@@ -255,6 +320,14 @@ def test_one_axis_changed_in_the_default_variant_is_found_and_an_untouched_tree_
     found = "\n".join(f"{finding.kind}: {finding.text}" for finding in checked.findings)
     assert "prompt 4 diverges at position 6" in found
     assert "output was f32 and is bf16" in found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_pytest_plugin_finds_one_axis_changed_in_the_default_variant(tmp_path: Path):
+    """The same change, made where the tests run, fails the plugin's test with place and reason."""
+    once = [*DEFAULT, "repeats=1", f"baseline={tmp_path / 'base'}", f"results={tmp_path}"]
+    assert main(["regress", *once, "--record"]) == 0
     (tmp_path / "conftest.py").write_text(PLANT)
     given = ["--gate", "limit=5", "--gate", "max_tokens=8", "--gate", "device.threads=1", "--gate", "speed=0.99"]
     given += ["--gate", "memory=0.9", f"--gate-baseline={tmp_path / 'base'}", "--gate-base=none"]
@@ -263,3 +336,4 @@ def test_one_axis_changed_in_the_default_variant_is_found_and_an_untouched_tree_
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "prompt 4 diverges at position 6" in done.stdout
+    assert "output was f32 and is bf16" in done.stdout

@@ -92,17 +92,17 @@ def test_a_prompt_that_stands_twice_answers_from_its_own_row(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("asked", [0, 17])
-def test_more_than_was_recorded_is_an_engine_error(asked: int) -> None:
+def test_more_than_was_recorded_is_an_input_error(asked: int) -> None:
     """Sixteen recorded tokens do not answer for seventeen, nor for none."""
     engine = ReplayEngine(GATE)
-    with pytest.raises(EngineError, match="16 were recorded"):
+    with pytest.raises(InputError, match="holds 16 tokens a prompt, the golden"):
         engine.generate(load_golden(GATE).prompts, asked)
 
 
 def test_the_recorded_eos_rule_cannot_be_changed(tmp_path: Path) -> None:
     """Tokens recorded past EOS cannot stop there, and rows that ended cannot go on."""
     engine = ReplayEngine(GATE)
-    with pytest.raises(EngineError, match="recorded past EOS"):
+    with pytest.raises(InputError, match="recorded past EOS"):
         engine.generate(load_golden(GATE).prompts, 4, stop_at_eos=True)
     golden = Golden(
         name="ends",
@@ -112,7 +112,7 @@ def test_the_recorded_eos_rule_cannot_be_changed(tmp_path: Path) -> None:
     )
     ended = ReplayEngine(write_golden(golden, tmp_path / "ends").path or "")
     assert ended.generate(golden.prompts, 2, stop_at_eos=True).tokens.tolist() == [[3, -1]]
-    with pytest.raises(EngineError, match="end early"):
+    with pytest.raises(InputError, match="prompt 0: its recorded row ends after 1 tokens"):
         ended.generate(golden.prompts, 2)
 
 

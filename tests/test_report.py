@@ -198,7 +198,7 @@ def test_an_empty_ledger_gives_a_page_that_says_so(tmp_path: Path) -> None:
 
 
 PROBE = """
-<body style="margin:0"><iframe style="width:400px;height:800px;border:0" srcdoc="{page}"></iframe><script>
+<body style="margin:0"><iframe style="width:{width}px;height:800px;border:0" srcdoc="{page}"></iframe><script>
 onload = () => {{
   const view = document.querySelector("iframe").contentWindow, page = view.document;
   const cell = page.querySelector("td.c"), said = page.querySelector("details.grid output");
@@ -233,15 +233,16 @@ def _browse(folder: Path, content: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_a_telephone_and_a_keyboard_reach_all_of_it(made: Page, tmp_path: Path) -> None:
-    """At 400 px nothing is wider than the screen; arrows move from place to place and each is told in words.
+@pytest.mark.parametrize("width", [400, 900, 1030])
+def test_a_telephone_and_a_keyboard_reach_all_of_it(made: Page, tmp_path: Path, width: int) -> None:
+    """Nothing is wider than the screen, as cards or as a table; arrows move from place to place, each told in words.
 
     Nothing is written to the console, and the script in a token's text has not run.
     """
-    dom, console = _browse(tmp_path, PROBE.format(page=html.escape(made.html)))
+    dom, console = _browse(tmp_path, PROBE.format(page=html.escape(made.html), width=width))
     assert console == []
     found = json.loads(html.unescape(re.sub(r"<[^>]*>", "", dom.partition("<body")[2].partition(">")[2])))
-    assert found["wide"] <= 400
+    assert found["wide"] <= width
     assert found["first"] == found["cell"]
     assert found["moved"] == found["wanted"]
     assert set(found["stops"]) == {1}

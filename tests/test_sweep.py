@@ -5,16 +5,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from experiments import gate
+from experiments import gate, launch
 from experiments.cli import main
-from harness import sweep
+from harness import compose, sweep
 from harness.golden import load_golden, write_golden
 from harness.ledger import Ledger
 from variants.errors import UsageError
@@ -196,7 +197,7 @@ def test_words_of_a_sweep_are_refused_in_a_single_run(word: str, capsys: Capture
 
 LAUNCHERS = {
     "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
-    "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=10"],
+    "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=10", "hydra.sweeper.max_batch_size=4"],
     "ray": ["hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"],
 }
 TIMES = ("run_id", "time_utc", "wall_s", "decode_tok_s", "prefill_tok_s", "peak_memory_bytes", "sweep", "environment")
@@ -224,6 +225,29 @@ def test_a_launcher_gives_the_same_rows(name: str, tmp_path: Path):
     assert main([*words, f"results={tmp_path / 'there'}", *LAUNCHERS[name]]) == 0
     assert without_times(tmp_path / "there") == without_times(tmp_path / "here")
     assert len(without_times(tmp_path / "here")) == 40
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_launcher_is_given_jobs_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """max_batch_size=2 of five jobs is three launches; each job has its row, numbered as without."""
+    parts: list[tuple[int, int]] = []
+
+    def watched(*args: Any, **more: Any) -> Any:
+        made = compose.launcher(*args, **more)
+        real = made.launch
+
+        def counted(overrides: Sequence, initial_job_idx: int) -> Sequence:
+            parts.append((initial_job_idx, len(overrides)))
+            return real(overrides, initial_job_idx)
+
+        made.launch = counted  # pyright: ignore[reportAttributeAccessIssue]
+        return made
+
+    monkeypatch.setattr(launch, "launcher", watched)
+    words = ["variant=f32", "max_tokens=1,2,3,4,5", *SMALL, f"results={tmp_path}"]
+    assert main(["gate", "-m", *words, "hydra/launcher=basic", "hydra.sweeper.max_batch_size=2"]) == 0
+    assert parts == [(0, 2), (2, 2), (4, 1)]
+    assert [row["sweep"]["job"] for row in rows_of(tmp_path)] == [0, 1, 2, 3, 4]
 
 
 def test_a_launcher_that_is_not_there_says_how_to_get_it(capsys: Captured):

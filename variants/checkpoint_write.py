@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,16 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, *, max_shard_byte
 
 
 def write_folder(
-    path: str | Path, fields: dict[str, Any], tensors: dict[str, Tensor], *, max_shard_bytes: int | None = None
+    path: str | Path,
+    fields: dict[str, Any],
+    tensors: dict[str, Tensor],
+    *,
+    max_shard_bytes: int | None = None,
+    written: Callable[[], object] = lambda: None,
 ) -> None:
     """Write config.json of these fields (and the embedding's dtype) and the weights, under whatever names they have.
 
-    Raises UsageError where the directory holds weights already.
+    written: called after each tensor. Raises UsageError where the directory holds weights already.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -96,13 +101,13 @@ def write_folder(
     dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
     _write_json(path / "config.json", {**fields, "dtype": dtype})
     if max_shard_bytes is None:
-        _write_file(path / SINGLE_NAME, tensors)
+        _write_file(path / SINGLE_NAME, tensors, written)
         return
     shards = list(_split(tensors, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         shard = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(path / shard, {name: tensors[name] for name in names})
+        _write_file(path / shard, {name: tensors[name] for name in names}, written)
         weight_map |= dict.fromkeys(names, shard)
     total_size = sum(tensor.nbytes for tensor in tensors.values())
     _write_json(path / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
@@ -176,7 +181,7 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _write_file(file: Path, tensors: dict[str, Tensor]) -> None:
+def _write_file(file: Path, tensors: dict[str, Tensor], written: Callable[[], object]) -> None:
     """Write one safetensors file; wider dtypes first, so that every tensor is aligned to its element size."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
@@ -191,3 +196,4 @@ def _write_file(file: Path, tensors: dict[str, Tensor]) -> None:
         target.write(len(raw).to_bytes(8, "little") + raw)
         for _, tensor in ordered:
             target.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            written()

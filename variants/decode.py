@@ -1,5 +1,6 @@
 """Greedy decoding and teacher forcing as free functions over a model and a state."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,10 +64,14 @@ def decode_one_token(model: Model, state: State, slots: Sequence[int], tokens: T
 
 @dataclass
 class Run:
-    """What `steps` hands out after each token: logits [B, V], and the seconds of that step."""
+    """What `steps` hands out after each token: logits [B, V], and what that step took.
+
+    seconds: by the clock. cpu_s: of all of this process's threads, NaN where another device computes.
+    """
 
     logits: Tensor
     seconds: float
+    cpu_s: float
 
 
 @dataclass
@@ -115,24 +120,29 @@ def steps(model: Model, prompts: Sequence[Tokens], max_tokens: int, choose: Choo
     one being the prefill's.
     """
     rows = Sequences(model, prompts, max_tokens)
-    began = time.perf_counter()
+    began = _now()
     logits = rows.start()
-    runs = [Run(logits, _until_done(logits, began))]
+    runs = [Run(logits, *_until_done(logits, began))]
     for t in range(max_tokens):
         tokens = choose(t, logits)
         if tokens is None or t == max_tokens - 1:
             break
-        began = time.perf_counter()
+        began = _now()
         logits = rows.after(tokens)
-        runs.append(Run(logits, _until_done(logits, began)))
+        runs.append(Run(logits, *_until_done(logits, began)))
     return runs
 
 
-def _until_done(logits: Tensor, began: float) -> float:
-    """Seconds since `began`, once the device has really finished."""
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _until_done(logits: Tensor, began: tuple[float, float]) -> tuple[float, float]:
+    """Seconds and processor seconds since `began`, once the device has really finished."""
     if logits.is_cuda:
         torch.cuda.synchronize(logits.device)
-    return time.perf_counter() - began
+    now = _now()
+    return now[0] - began[0], math.nan if logits.is_cuda else now[1] - began[1]
 
 
 def single_pass(model: Model, prompts: Sequence[Tokens], continuations: Sequence[Tokens]) -> list[Tensor]:

@@ -209,8 +209,9 @@ class _Rows:
         shape = (len(prompts), max_tokens)
         self.tokens, self.gaps = np.full(shape, -1, np.int32), np.full(shape, np.nan)
         self.finite = np.ones(shape, bool)
-        self.prefill_s = np.zeros(len(prompts))
+        self.prefill_s, self.prefill_cpu_s = np.zeros(len(prompts)), np.zeros(len(prompts))
         self.decode_s: list[np.ndarray] = []
+        self.decode_cpu_s: list[np.ndarray] = []
         self.first_seen: list[tuple[int, int]] = []
 
     def run(self, start: int, batch: int) -> None:
@@ -236,11 +237,12 @@ class _Rows:
             return None if bool(done.all()) else tokens
 
         runs = decode.steps(self.engine.model, prompts, self.max_tokens, choose)
-        self.prefill_s[rows] = runs[0].seconds
+        self.prefill_s[rows], self.prefill_cpu_s[rows] = runs[0].seconds, runs[0].cpu_s
         first = (len(self.decode_s), 0)
         if len(runs) > 1 and self.engine.first_seen(len(prompts)) and first not in self.first_seen:
             self.first_seen.append((len(self.decode_s), 0))
         self.decode_s.append(np.array([r.seconds for r in runs[1:]]))
+        self.decode_cpu_s.append(np.array([r.cpu_s for r in runs[1:]]))
 
     def generation(self) -> Generation:
         return Generation(
@@ -250,6 +252,8 @@ class _Rows:
             prefill_s=self.prefill_s,
             prefill_tokens=np.array([len(p) for p in self.prompts]),
             decode_s=tuple(self.decode_s),
+            prefill_cpu_s=self.prefill_cpu_s,
+            decode_cpu_s=tuple(self.decode_cpu_s),
             batch=self.engine.recipe.execution.batch,
             first_seen=tuple(self.first_seen),
         )

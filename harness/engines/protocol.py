@@ -56,6 +56,8 @@ class Generation:
     first_seen: steps (batch index, step) whose shape had not run before, kept out of the steady figures.
     decode_tokens: where rows join and leave between steps, the new tokens of each step of the one array in decode_s;
     prefill_s is then each prompt's own, and prefill_tokens what was really run for it.
+    prefill_cpu_s, decode_cpu_s: processor seconds of this process in the shapes of prefill_s and decode_s, NaN or
+    nothing where another process or device computes.
 
     What a remote engine says beside its tokens: finish: why each row ended ("length", "stop" or the engine's own word),
     () where it does not say. prompt_ids: the ids that it ran, None where it does not say. top_ids int32 and
@@ -70,6 +72,8 @@ class Generation:
     prefill_tokens: np.ndarray
     decode_s: tuple[np.ndarray, ...]
     decode_tokens: tuple[np.ndarray, ...] = ()
+    prefill_cpu_s: np.ndarray | None = None
+    decode_cpu_s: tuple[np.ndarray, ...] = ()
     batch: int = 1
     first_seen: tuple[tuple[int, int], ...] = ()
     finish: tuple[str | None, ...] = ()

@@ -93,8 +93,8 @@ class ReplayEngine:
     def generate(self, prompts: Prompts, max_tokens: int, *, stop_at_eos: bool = False) -> Generation:
         """The recorded tokens of these prompts, cut at `max_tokens`.
 
-        Raises InputError for a prompt that was not recorded, EngineError for more tokens than were recorded or for
-        another EOS rule than the recorded one.
+        Raises InputError for a prompt that was not recorded, for more tokens than were recorded or for another EOS rule
+        than the recorded one: nothing ran here that could have failed.
         """
         rows = [self._row(n, prompt) for n, prompt in enumerate(prompts)]
         kept = self._run.rows(len(prompts))
@@ -103,9 +103,9 @@ class ReplayEngine:
         if recorded < max_tokens and kept.shape == (max_tokens, len(prompts)):
             raise InputError(f"{self._run.name}: tokens are {list(kept.shape)}, transposed: expected [prompts, tokens]")
         if not 1 <= max_tokens <= recorded:
-            raise EngineError(
-                f"replay: {max_tokens} tokens asked for, {recorded} were recorded; score them with "
-                f"max_tokens={recorded}"
+            raise InputError(
+                f"input mismatch: {self._run.name} holds {recorded} tokens a prompt, the golden {max_tokens}; record "
+                f"as many, or compare the first alone with max_tokens={recorded}"
             )
         if stop_at_eos:
             kept, padded = without_padding(kept, self.ends)
@@ -186,11 +186,16 @@ class ReplayEngine:
     def _check_eos(self, tokens: np.ndarray, stop_at_eos: bool) -> None:
         rule = self._source.sampling.get("eos", "unknown")
         if stop_at_eos and rule == "ignored":
-            raise EngineError("replay: tokens were recorded past EOS and cannot stop there; score with EOS ignored")
-        if not stop_at_eos and (tokens == ENDED).any():
-            raise EngineError(
-                "replay: recorded rows end early (-1) and the golden goes on past EOS; let the engine that made them "
-                "ignore EOS"
+            raise InputError(
+                "input mismatch: tokens were recorded past EOS, the golden's rows end there; choose a golden that "
+                "ignores EOS"
+            )
+        ended = (tokens == ENDED).any(-1)
+        if not stop_at_eos and ended.any():
+            n = int(np.argmax(ended))
+            raise InputError(
+                f"input mismatch at prompt {n}: its recorded row ends after {int((tokens[n] != ENDED).sum())} tokens "
+                f"({int(ended.sum())} rows end early) where the golden goes on past EOS; let the engine ignore EOS"
             )
 
     def _check_can_score(self, top_k: int) -> None:

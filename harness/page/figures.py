@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from harness.page.entries import Entry
 from harness.page.grid import KINDS, Cell
@@ -131,8 +131,7 @@ def _expected(entries: Sequence[Entry]) -> Figure:
     axes.plot([], [], "D", color=VERMILION, label="this run")
     for label in axes.set_yticks(range(len(entries)), [entry.label for entry in entries]):
         _plain(label.label1)
-    axes.invert_yaxis()
-    axes.set(xlabel=f"tokens in agreement, of {entries[0].run['agreement']['total']}")
+    axes.set(ylim=(len(entries) - 0.5, -0.5), xlabel=f"tokens in agreement, of {entries[0].run['agreement']['total']}")
     _legend(figure, axes, 2)
     return figure
 
@@ -150,6 +149,10 @@ def _speeds(entries: Mapping[int, Entry]) -> Figure:
         at = (_speed(entry) or 0.0, entry.run["agreement"]["matched"])
         axes.annotate(str(number), at, xytext=(4, 3), textcoords="offset points", fontsize=7, color=INK)
     axes.set(xscale="log", xlabel="decode tok/s (log)", ylabel="tokens in agreement")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())  # of a decade or less it would write over its own labels
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(figure, axes, len(devices))
     return figure
 
