@@ -330,7 +330,14 @@ def test_the_pytest_plugin_finds_one_axis_changed_in_the_default_variant(tmp_pat
     assert main(["regress", *once, "--record"]) == 0
     (tmp_path / "conftest.py").write_text(PLANT)
     given = ["--gate", "limit=5", "--gate", "max_tokens=8", "--gate", "device.threads=1", "--gate", "speed=0.99"]
-    given += ["--gate", "memory=0.9", f"--gate-baseline={tmp_path / 'base'}", "--gate-base=none"]
+    given += [
+        "--gate",
+        f"results={tmp_path}",
+        "--gate",
+        "memory=0.9",
+        f"--gate-baseline={tmp_path / 'base'}",
+        "--gate-base=none",
+    ]
     plugin = ["-p", "experiments.pytest_plugin"] if "experiments.pytest_plugin" not in sys.modules else []
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, str(tmp_path), *given]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
