@@ -235,7 +235,7 @@ RUN: tuple[Command, ...] = (
         name="calibrate",
         summary="re-make the stored calibration: how far correct variants stand",
         module="experiments.calibrate",
-        usage="neartie calibrate [golden=G] [limit=N] [max_tokens=N] [members=K] [workers=N]",
+        usage="neartie calibrate [golden=G] [limit=N] [members=K] [workers=N]",
         text=(
             "Runs benign variants, composed for this alone, each against the envelope of\n"
             "its own recipe, and stores their shifts with a hash (out=FILE). Verdicts add\n"

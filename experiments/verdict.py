@@ -128,7 +128,6 @@ def _outside(
     row.add({"model_hash": engine.info.model_sha256})
     golden = with_gaps(golden, engine)
     casts = _oracle(config, golden)
-    calibration = None if casts is None else _calibration(config, casts)
     gate = run_gate(golden, engine, **known_of(config, golden, engine))
     if casts is None:
         if config.declared is not None:
@@ -150,7 +149,7 @@ def _outside(
         reference=resolve(named_variant(config.reference), casts.checkpoint.config),
         members=config.members,
         seed=config.seed,
-        calibration=calibration,
+        calibration=find_calibration(casts.checkpoint.sha256),
         scored=scored,
         finer=finer,
     )
