@@ -24,6 +24,7 @@ from harness.ledger import Ledger, Run
 from harness.numerics import check_device, policy
 from harness.oracle import Forced
 from harness.pregate import check_vocabulary
+from harness.shared_code import INSTRUMENT as DEFINITION
 from harness.verdict import RunClass, Verdict
 from harness.verdict_outside import OutsideQuestion, judge_outside
 from harness.verdict_run import Checked, Question, judge_run
@@ -37,6 +38,7 @@ DEFECT = 1
 WATCHED = 64  # logprobs asked for with each forced token
 FAR_UNDER = 4.0  # ln; f16 where bf16 is meant stands e^-2.7 under its members, f32 e^-10
 FINE = ": far less than it is taken to round, which leaves a fault room; name what it computes with declared=VARIANT"
+SHARED = "what a correct run scores cannot be told: the members run the same faulty code"
 # A library in bf16 or f32 is taken to compute as the variant of this name, with the checkpoint's own semantics.
 TAKEN_FOR = {"bf16": "bf16_engine", "f16": "bf16_engine", "f32": "f32"}
 
@@ -221,14 +223,9 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
     """The verdict for a terminal: the line first, then where, the score against what was expected, the divergences."""
     a, f = gate.agreement, verdict.figures
     lines = [f"{verdict.run_class.value}  {config.label}: {verdict.reason}"]
+    shared = any(x.instrument == DEFINITION for x in verdict.findings)
     if "expected" in f:
-        e = f["expected"]
-        assert isinstance(e, dict)
-        lines.append(
-            f"score {a.matched}/{a.total}; a correct run of this recipe: {e['mean']:.1f}, 95 % in "
-            f"{e['low']:.0f}..{e['high']:.0f} (members {e['members']})"
-            + (": fewer than these" if a.matched < e["low"] else "")
-        )
+        lines.append(f"score {a.matched}/{a.total}; {SHARED if shared else _expected(a.matched, f['expected'])}")
     seen, total = f.get("inspected"), gate.golden.tokens[0].shape
     if isinstance(seen, dict):
         walked = f["enveloped"]
@@ -248,8 +245,15 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
     if verdict.divergences:
         forced = "tokens" not in verdict.instruments
         head = "divergences, teacher-forced on the golden's prefix:" if forced else "first divergences:"
+        head = f"{head[:-1]}, causes by the same faulty code:" if shared else head
         lines += ["", head, *(f"  {d.reason}" for d in verdict.divergences), *_far(f.get("far"))]
     return "\n".join(lines)
+
+
+def _expected(matched: int, e: object) -> str:
+    assert isinstance(e, dict)
+    told = f"a correct run of this recipe: {e['mean']:.1f}, 95 % in {e['low']:.0f}..{e['high']:.0f}"
+    return f"{told} (members {e['members']})" + (": fewer than these" if matched < e["low"] else "")
 
 
 def _far(counts: object) -> list[str]:

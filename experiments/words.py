@@ -90,7 +90,8 @@ def _flag(command: Command, word: str) -> tuple[str, str]:
     name, equals, value = word.removeprefix("--").partition("=")
     known = {f.name: f for f in (*command.flags, *EVERYWHERE)}
     if not word.startswith("--") or name not in known:
-        raise UsageError(f"{command.name} has no flag {word.partition('=')[0]!r}{did_you_mean(name, known)}")
+        near = did_you_mean(name, known) or "; settings are KEY=VALUE, without dashes"
+        raise UsageError(f"{command.name} has no flag {word.partition('=')[0]!r}{near}")
     flag = known[name]
     if equals and not flag.value:
         raise UsageError(f"--{name} takes no value, got {value!r}")

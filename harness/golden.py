@@ -9,6 +9,7 @@ from harness.gaps import exact_ties, top2_gaps
 from harness.golden_data import ENDED, Bar, Golden, Recorded
 from harness.golden_folder import export_golden, import_folder, is_token_folder
 from harness.golden_io import read_golden, write_golden
+from harness.nearest import did_you_mean
 from harness.sampling import greedy_problems
 from variants.errors import InputError
 
@@ -42,8 +43,10 @@ def load_golden(name_or_path: str | Path) -> Golden:
         return read_golden(path)
     found = sorted(SHIPPED.glob(f"*/{path.name}.json"))
     if len(path.parts) != 1 or not found:
-        names = ", ".join(golden_names()) or "none"
-        raise InputError(f"no golden {str(name_or_path)!r}; expected a shipped name ({names}), a NAME.json or a folder")
+        names = golden_names()
+        expected = f"a shipped name ({', '.join(names) or 'none'}), a NAME.json or a folder"
+        near = did_you_mean(path.name, names) if len(path.parts) == 1 else ""
+        raise InputError(f"no golden {str(name_or_path)!r}; expected {expected}{near}")
     if len(found) > 1:
         raise InputError(f"golden {path.name!r} is ambiguous: {', '.join(p.parent.name for p in found)}; give the path")
     return read_golden(found[0])

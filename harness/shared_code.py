@@ -2,7 +2,8 @@
 
 Local replay, ladder and envelope hold a variant against the oracle, and the oracle runs the same functions of
 `variants/`: whoever edits one in place changes both. So the oracle itself is held against `harness.definition`, which
-shares nothing with it, value by value on a few short prompts.
+shares nothing with it, value by value on a few short prompts and on one long enough to enter every further piece, tile
+and page of what is declared: local replay goes there too, but with the same code.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from harness.forced_errors import Battery
 from harness.inspect import make_oracle
 from harness.lockstep import walk_steppers
 from harness.probes import Passes, Place
+from harness.reach import long_enough
 from harness.verdict import Finding
 from variants.decode import Sequences
 from variants.dtypes import DType
@@ -62,7 +64,8 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
     if 8 * parameters > LARGEST_BYTES:
         return SecondOpinion(left_out=f"{parameters / 1e9:.1f} G parameters: too many for the definition in NumPy")
     make, config = make_oracle(casts, declared, semantics=Semantics()), casts.checkpoint.config
-    rows = _rows(battery)
+    longer = long_enough(declared, battery, config.max_length)
+    rows = _rows(battery) + ([] if longer is None else _rows(longer))
     first: dict[Place, float] = {}
     compared, largest = 0, 0.0
     for prompt, forced in rows:

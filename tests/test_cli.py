@@ -264,6 +264,14 @@ def test_flags_take_a_value_either_way(capsys: Captured) -> None:
         assert f"require: {said!r}" in capsys.readouterr().out.replace(f"require: {said}\n", f"require: {said!r}\n")
 
 
+def test_a_setting_with_dashes_is_told_how_settings_are_written(capsys: Captured) -> None:
+    """`--variant f32`, as other tools have it, is answered with this one's grammar; a misspelt flag with its name."""
+    assert main(["verdict", "--variant", "f32"]) == 2
+    assert "no flag '--variant'; settings are KEY=VALUE" in error_line(capsys)
+    assert main(["verdict", "--fial"]) == 2
+    assert "did you mean 'fail'" in error_line(capsys)
+
+
 def test_config_prints_every_job(capsys: Captured) -> None:
     """--config shows the settings of each job as YAML and runs nothing."""
     assert main(["gate", "-m", "variant=f32,oracle", "--config"]) == 0

@@ -228,7 +228,7 @@ def test_json_that_is_not_strict_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     """A misspelt golden is answered with the names that exist."""
-    with pytest.raises(InputError, match=r"no golden 'gaet'.*gate, .*wide"):
+    with pytest.raises(InputError, match=r"no golden 'gaet'.*gate, .*wide.*did you mean 'gate'"):
         load_golden("gaet")
 
 

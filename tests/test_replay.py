@@ -57,6 +57,15 @@ def test_a_golden_replayed_against_itself_agrees_and_obeys_the_protocol() -> Non
     assert generation.decode_s == ()
 
 
+def test_a_path_that_is_not_there_is_told_as_the_engines_folder(tmp_path: Path) -> None:
+    """A path is no name of a golden: nothing is said of goldens where the folder or file of tokens is missing."""
+    for path in (tmp_path / "absent", tmp_path / "absent.npy", Path("absent.npy")):
+        with pytest.raises(InputError, match=f"^engine.folder={path}: no such file or folder"):
+            ReplayEngine(path)
+    with pytest.raises(InputError, match="no golden 'gaet'"):
+        ReplayEngine("gaet")
+
+
 def test_what_was_recorded_on_a_gpu_is_replayed_without_one(tmp_path: Path) -> None:
     """The device of the record is no device of this run: memory is that of this process."""
     golden = replace(load_golden("gate"), provenance={"engine": "vllm", "device": "cuda"})

@@ -12,12 +12,14 @@ from harness.forced_errors import Battery
 from harness.shared_code import LARGEST_BYTES, TOLERANCE, SecondOpinion, second_opinion
 from tests import tiny
 from variants import layers, mlp_layers, model_config
-from variants.axes import KdaCore
+from variants.axes import Execution, ExecutionAxes, KdaCore
+from variants.batch import Batch
 from variants.model_config import ModelConfig
 from variants.ops import kda, mla, moe, norm
 from variants.recipe import resolve
 from variants.state import State
 
+PAGE = 64
 BATTERY = Battery(
     prompts=[tiny.prompt(5), tiny.prompt(11)], continuations=[tiny.prompt(6, seed=8), tiny.prompt(6, seed=9)]
 )
@@ -108,6 +110,24 @@ def test_a_fault_in_shared_code_is_named(name: str, monkeypatch: pytest.MonkeyPa
     (finding,) = found.findings()
     assert (finding.site, finding.layer) == (site, layer)
     assert "departs" in finding.reason
+
+
+def test_a_fault_that_begins_on_the_second_page_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prompt of the battery fills a page; the first page read in the second's place is found all the same."""
+    right = layers.carried_keys
+
+    def first_again(store: torch.Tensor, batch: Batch) -> torch.Tensor:
+        carried = right(store, batch).clone()
+        beyond = carried[:, PAGE:]
+        carried[:, PAGE:] = carried[:, : beyond.shape[1]]
+        return carried
+
+    paged = ExecutionAxes(mode=Execution.paged, block_size=PAGE)
+    assert asked(execution=paged).departs is None
+    monkeypatch.setattr(layers, "carried_keys", first_again)
+    found = asked(execution=paged)
+    assert found.departs is not None
+    assert found.departs[0] == ("mla_core", 1)
 
 
 def test_what_is_not_a_number_departs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from instruments import CARRIER, battery, engine, faulty, findings, planted, rep
 from torch import Tensor
 
 from experiments.cli import main
-from experiments.verdict import Settings
+from experiments.verdict import Settings, text
 from harness.agreement import Agreement, PromptAgreement
 from harness.agreement import Divergence as GateDivergence
 from harness.config import EngineChoice, EngineKind
@@ -507,6 +508,21 @@ def test_a_fault_that_candidate_and_replay_share_is_not_cleared(monkeypatch: pyt
     assert (v.run_class, v.confidence) == (RunClass.defect, "high")
     assert [f.instrument for f in v.findings] == ["definition", "envelope"]
     assert v.site == "kda_core"
+
+
+def test_members_of_faulty_shared_code_are_no_measure_of_a_score() -> None:
+    """12/48 beside "a correct run: 12" would praise the fault: its members ran it too, and so did what gave causes."""
+    gate = Mock(agreement=Mock(matched=12, total=48), golden=load_golden("gate"), notes=())
+    expected = {"mean": 12.0, "low": 12.0, "high": 12.0, "members": 8}
+    departs = Finding(instrument="definition", reason="layer 5 kda_core: departs", site="kda_core", layer=5)
+    told = []
+    for finding in (departs, REPLAYED):
+        v = replace(concluded([finding], [divergence(Cause.rounding, 0.5)]), figures={"expected": expected})
+        told.append(text(Settings(), v, gate))
+    assert "score 12/48; what a correct run scores cannot be told" in told[0]
+    assert "causes by the same faulty code:" in told[0]
+    assert "score 12/48; a correct run of this recipe: 12.0, 95 % in 12..12 (members 8)" in told[1]
+    assert "faulty code" not in told[1]
 
 
 def test_too_few_members_are_refused_before_a_token_is_run(

@@ -42,8 +42,8 @@ class ReplayEngine:
 
     def __init__(self, path: str | Path, *, run: int | None = None) -> None:
         """Raises InputError when there is no candidate at `path`, or no such run."""
-        if not Path(path).exists() and Path(path).name == str(path) and Path(path).suffix:
-            raise InputError(f"engine.folder={path}: no such file")
+        if not Path(path).exists() and (Path(path).suffix or Path(path).name != str(path)):
+            raise InputError(f"engine.folder={path}: no such file or folder")
         source = _of_file(Path(path), run) if is_token_file(Path(path)) else _of_golden(path, run)
         self._source, self._run = source, source.run
         self.ends: frozenset[int] = frozenset()
