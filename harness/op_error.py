@@ -120,7 +120,7 @@ def _with_inside(recipe: Recipe, place: Place, phase: str) -> Rule:
 
 def inner_units(rule: Rule) -> float:
     """What an operation may err inside itself, in units of its accumulation format."""
-    if rule.algorithm in ("chunk", "chunk_inner"):
+    if rule.algorithm in ("chunk", "chunk_rows", "chunk_inner"):
         return CHUNK_UNITS
     return ELEMENTWISE_UNITS if rule.algorithm.startswith(ELEMENTWISE) else SUM_UNITS
 

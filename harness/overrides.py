@@ -58,6 +58,9 @@ def one_line(error: BaseException) -> str:
     if message.startswith("Error merging override ") and error.__cause__ is not None:
         word = message.splitlines()[0].removeprefix("Error merging override ")
         message = f"{word}: {str(error.__cause__).splitlines()[0]}"
+        if "is not a ListConfig" in message:
+            key, _, value = word.partition("=")
+            message = f"{word}: expected a list in brackets, {key}=[{value}]"
     lines = [line.strip().rstrip(".") for line in message.splitlines()]
     keep = [line for line in lines if line and not line.startswith(("reference_type", "object_type", "See https"))]
     return "; ".join(keep[:3])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import cross
 from harness.compose import as_plain, choice_summary, groups, load, named_variant, quote
 from harness.config import Config
 from harness.overrides import jobs
@@ -152,3 +153,8 @@ def test_jobs_are_the_product_in_order() -> None:
         ["variant=oracle", "limit=1"],
         ["variant=oracle", "limit=2"],
     ]
+
+
+def test_a_single_word_for_a_list_is_told_how_lists_are_written() -> None:
+    with pytest.raises(UsageError, match=r"expected a list in brackets, engines=\[f32\]"):
+        load(["engines=f32"], root=cross.Settings)

@@ -12,7 +12,7 @@ from harness.compose import groups, named_variant
 from harness.inspect import make_oracle
 from harness.local_replay import LIMIT, LocalReplay, Meaning, local_replay, merged, replays
 from harness.lockstep import walk
-from harness.op_error import OpError, enter
+from harness.op_error import OpError, enter, inner_units
 from harness.oracle import oracle_recipe
 from harness.probes import Tap
 from variants.axes import ChunkForm, Execution, ExecutionAxes, Gemm, ImplAxes, KdaAxes, KdaCore, Stream, Variant
@@ -21,6 +21,8 @@ from variants.defects import DEFECTS, Spread
 from variants.defects_kinds import Severity
 from variants.dtypes import DType
 from variants.model import Model
+from variants.ops import kda, mla
+from variants.ops.linear import LINEAR
 from variants.recipe import Recipe, Rule, resolve
 from variants.rounding import RoundAt, Step
 from variants.sites import CHUNK_SITES, INSIDE_ATTENTION
@@ -215,6 +217,14 @@ def test_merged_batteries_number_their_rows() -> None:
     assert (found.count, found.error2, found.positions, found.over) == (5, 3.0, 5, 1)
     assert (found.worst, found.worst_at, found.first) == (9.0, (1, 5), (1, 4))
     assert (found.seen, found.rows) == ({0, 1}, {1})
+
+
+@pytest.mark.parametrize("algorithm", [*kda.CORES, *mla.CORES, *mla.LATENT_CORES, *mla.PER_HEAD, *LINEAR])
+def test_a_batch_invariant_form_may_err_as_its_other_form_does(algorithm: str) -> None:
+    """`chunk_rows` had the bound of a plain sum, eight times too tight: a correct `paged_batch` was called a defect."""
+    rule = resolve(F32, tiny.casts().checkpoint.config).rule("kda_core", 0, "prefill")
+    units = [inner_units(replace(rule, algorithm=name)) for name in (algorithm, algorithm.removesuffix("_rows"))]
+    assert units[0] == units[1]
 
 
 @pytest.mark.parametrize("name", FAST)
