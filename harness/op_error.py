@@ -8,7 +8,7 @@ from torch import Tensor
 from variants.dtypes import narrowest_holding, ulp
 from variants.recipe import Place, Recipe, Rule
 from variants.rounding import Step
-from variants.sites import ALL_SITES, BY_EXPERT, BY_KEY, BY_ROW, BY_TOKEN, CHUNK_SITES
+from variants.sites import ALL_SITES, BY_EXPERT, BY_KEY, BY_ROW, BY_TOKEN, CHUNK_SITES, INSIDE_ATTENTION
 
 # Rounding inside an operation beyond its last store, in units of its accumulation format at the value's typical size.
 # The chunked delta rule inverts a matrix and subtracts large terms: its error at single positions is larger. Measured
@@ -18,6 +18,8 @@ ELEMENTWISE_UNITS = 4.0
 CHUNK_UNITS = 128.0
 # Not softplus: log(1 + e^x) loses digits to the 1 where x is far below zero.
 ELEMENTWISE = ("rms_norm", "sigmoid", "silu", "l2norm", "mul", "add", "copy", "operand", "gather", "scale")
+# What attention rounds between its operands and its output is not replayed by itself.
+INSIDE_MLA = ("q_latent", *INSIDE_ATTENTION, "o_latent")
 LIMIT = 6.0  # root mean square of a position's error over what is allowed there
 
 
@@ -107,8 +109,9 @@ def _with_inside(recipe: Recipe, place: Place, phase: str) -> Rule:
     site, layer = place
     rule = recipe.rule(site, layer, phase)
     chunked = rule.algorithm in ("chunk", "chunk_rows")
-    if rule.impl == "torch":  # its other cores show all that they round
-        inner = [recipe.rule(s, layer, phase) for s in CHUNK_SITES if chunked]
+    if rule.impl == "torch":  # its other operations show all that they round
+        sites = CHUNK_SITES if chunked else INSIDE_MLA if site == "mla_core" else ()
+        inner = [recipe.rule(s, layer, phase) for s in sites]
     else:
         inner = [r for s in ALL_SITES if (r := recipe.rule(s, layer, phase)).inside == site]
         inner = [r for r in inner if chunked or r.algorithm != "chunk_inner"]

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from instruments import battery, engine, findings, planted, replay, worst
+from instruments import battery, engine, findings, of, planted, replay, worst
 from torch import Tensor
 
-from harness.compose import groups, named_variant
+from harness.compose import groups, load, named_variant
 from harness.inspect import make_oracle
 from harness.local_replay import LIMIT, LocalReplay, Meaning, local_replay, merged, replays
 from harness.lockstep import walk
@@ -225,6 +225,24 @@ def test_a_batch_invariant_form_may_err_as_its_other_form_does(algorithm: str) -
     rule = resolve(F32, tiny.casts().checkpoint.config).rule("kda_core", 0, "prefill")
     units = [inner_units(replace(rule, algorithm=name)) for name in (algorithm, algorithm.removesuffix("_rows"))]
     assert units[0] == units[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["variant=llama_cpp_f16_kv"],
+        ["variant=llama_cpp_flash"],
+        ["variant=f32", "variant.mla.probs=bf16"],
+        ["variant=f32", "variant.mla.probs=f16", "variant.mla.prefill=flash", "variant.mla.decode=absorbed"],
+    ],
+)
+def test_what_attention_rounds_inside_is_allowed_it(words: list[str]) -> None:
+    """Latents and probabilities are rounded where no value is replayed; their core errs by it, and by little more."""
+    one = of(load(words).variant)
+    found = replay(None, one.recipe, over=battery((0,), 3))
+    core = [e for (site, _, _), e in found.errors.items() if site == "mla_core"]
+    assert 0.01 < max(e.worst for e in core) < LIMIT / 2
+    assert not any(e.in_excess for e in found.errors.values())
 
 
 @pytest.mark.parametrize("name", FAST)
