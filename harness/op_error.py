@@ -18,8 +18,6 @@ ELEMENTWISE_UNITS = 4.0
 CHUNK_UNITS = 128.0
 # Not softplus: log(1 + e^x) loses digits to the 1 where x is far below zero.
 ELEMENTWISE = ("rms_norm", "sigmoid", "silu", "l2norm", "mul", "add", "copy", "operand", "gather", "scale")
-# What attention rounds between its operands and its output is not replayed by itself.
-INSIDE_MLA = ("q_latent", *INSIDE_ATTENTION, "o_latent")
 LIMIT = 6.0  # root mean square of a position's error over what is allowed there
 
 
@@ -108,17 +106,24 @@ def _with_inside(recipe: Recipe, place: Place, phase: str) -> Rule:
     """The rule of a place that rounds inside: as an elementwise operation in the narrowest format in there."""
     site, layer = place
     rule = recipe.rule(site, layer, phase)
-    chunked = rule.algorithm in ("chunk", "chunk_rows")
+    chunked, limit = rule.algorithm in ("chunk", "chunk_rows"), rule.accum
     if rule.impl == "torch":  # its other operations show all that they round
-        sites = CHUNK_SITES if chunked else INSIDE_MLA if site == "mla_core" else ()
-        inner = [recipe.rule(s, layer, phase) for s in sites]
+        inner = [recipe.rule(s, layer, phase) for s in CHUNK_SITES if chunked]
+        if site == "mla_core":
+            inner = [recipe.rule(s, layer, phase) for s in _inside_attention(rule)]
+            limit = min(rule.accum, rule.output or rule.accum, key=lambda f: f.precision)
     else:
         inner = [r for s in ALL_SITES if (r := recipe.rule(s, layer, phase)).inside == site]
         inner = [r for r in inner if chunked or r.algorithm != "chunk_inner"]
-    narrow = [r.output for r in inner if r.output is not None and r.output.precision < rule.accum.precision]
+    narrow = [r.output for r in inner if r.output is not None and r.output.precision < limit.precision]
     if not narrow:
         return rule
     return replace(rule, accum=min(narrow, key=lambda f: f.precision), algorithm="mul")
+
+
+def _inside_attention(rule: Rule) -> tuple[str, ...]:
+    """What attention rounds between its operands and its output, and is not replayed by itself."""
+    return ("q_latent", *INSIDE_ATTENTION, "o_latent") if rule.algorithm.startswith("absorbed") else INSIDE_ATTENTION
 
 
 def inner_units(rule: Rule) -> float:

@@ -12,7 +12,7 @@ from harness.compose import groups, load, named_variant
 from harness.inspect import make_oracle
 from harness.local_replay import LIMIT, LocalReplay, Meaning, local_replay, merged, replays
 from harness.lockstep import walk
-from harness.op_error import OpError, enter, inner_units
+from harness.op_error import OpError, bounding_rule, enter, inner_units
 from harness.oracle import oracle_recipe
 from harness.probes import Tap
 from variants.axes import ChunkForm, Execution, ExecutionAxes, Gemm, ImplAxes, KdaAxes, KdaCore, Stream, Variant
@@ -243,6 +243,14 @@ def test_what_attention_rounds_inside_is_allowed_it(words: list[str]) -> None:
     core = [e for (site, _, _), e in found.errors.items() if site == "mla_core"]
     assert 0.01 < max(e.worst for e in core) < LIMIT / 2
     assert not any(e.in_excess for e in found.errors.values())
+
+
+@pytest.mark.parametrize("name", ["", "f64_islands", "bf16_engine", "transformers_mirror", "paged_absorbed"])
+def test_a_core_that_rounds_no_more_inside_has_its_own_bound(name: str) -> None:
+    """Where nothing inside is narrower than core and output, nothing more is allowed: faults would hide there."""
+    recipe = engine(name).recipe
+    for phase in ("prefill", "decode"):
+        assert bounding_rule(recipe, ("mla_core", 3), phase) == recipe.rule("mla_core", 3, phase)
 
 
 @pytest.mark.parametrize("name", FAST)
