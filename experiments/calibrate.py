@@ -16,16 +16,15 @@ import numpy as np
 
 from experiments.words import Flags
 from harness.calibration import UNIT, Calibration, Measured, calibrate, load_calibration, measured, write_calibration
-from harness.compose import load
+from harness.compose import named_variant
 from harness.config import Config, EngineKind
-from harness.engines.assets import checkpoint_folder
+from harness.engines.loaded import casts_of
 from harness.forced_errors import Battery
 from harness.gate import part_of
 from harness.golden import Golden, load_golden
 from harness.progress import tracked
 from harness.text_table import text_table
 from variants.errors import InputError, UsageError
-from variants.weights import Casts
 
 OUT = "assets/calibration/kimi_linear_12m.json"
 BENIGN = {
@@ -105,7 +104,7 @@ def run(config: Settings, flags: Flags) -> int:
     labels = [words for group in BENIGN.values() for words in group]
     found = calibrate(
         tracked("calibrate", _measured(config, labels), len(labels)),
-        model_sha256=_casts(config).checkpoint.sha256,
+        model_sha256=casts_of(config).checkpoint.sha256,
         battery=_battery(config),
         members=config.members,
         seed=config.seed,
@@ -132,15 +131,9 @@ def measure(config: Settings, words: str) -> Measured:
     """One benign variant, by the words that compose it, in this process."""
     from harness.numerics import policy
 
-    variant = load([f"variant={words.split()[0]}", *(f"variant.{change}" for change in words.split()[1:])]).variant
+    variant = named_variant("+".join(words.split()))
     with policy(config.device):
-        return measured(words, variant, _casts(config), _battery(config), members=config.members, seed=config.seed)
-
-
-def _casts(config: Settings) -> Casts:
-    from harness.engines.local import shared_casts
-
-    return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, config.device.torch_name)
+        return measured(words, variant, casts_of(config), _battery(config), members=config.members, seed=config.seed)
 
 
 def _golden(config: Settings) -> Golden:

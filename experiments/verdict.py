@@ -26,7 +26,7 @@ from harness.oracle import Forced
 from harness.pregate import check_vocabulary
 from harness.shared_code import INSTRUMENT as DEFINITION
 from harness.verdict import RunClass, Verdict
-from harness.verdict_outside import OutsideQuestion, judge_outside
+from harness.verdict_outside import TAKEN_FOR, WATCHED, OutsideQuestion, judge_outside
 from harness.verdict_run import Checked, Question, judge_run
 from harness.verdict_tokens import judge_tokens
 from variants.errors import UsageError
@@ -35,12 +35,9 @@ from variants.recipe import Recipe, is_incremental, resolve
 from variants.weights import Casts
 
 DEFECT = 1
-WATCHED = 64  # logprobs asked for with each forced token
 FAR_UNDER = 4.0  # ln; f16 where bf16 is meant stands e^-2.7 under its members, f32 e^-10
 FINE = ": far less than it is taken to round, which leaves a fault room; name what it computes with declared=VARIANT"
 SHARED = "what a correct run scores cannot be told: the members run the same faulty code"
-# A library in bf16 or f32 is taken to compute as the variant of this name, with the checkpoint's own semantics.
-TAKEN_FOR = {"bf16": "bf16_engine", "f16": "bf16_engine", "f32": "f32"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,14 @@ from harness.golden_data import Golden
 from harness.lockstep import batches
 from harness.power_cells import Cell, Slice, variant_of
 from harness.verdict import RunClass, Verdict
-from harness.verdict_outside import OutsideQuestion, first_choices, forced_choices, judge_outside
+from harness.verdict_outside import (
+    TAKEN_FOR,
+    WATCHED,
+    OutsideQuestion,
+    first_choices,
+    forced_choices,
+    judge_outside,
+)
 from harness.verdict_tokens import SeenDivergence, judge_tokens
 from variants import decode
 from variants.axes import Variant
@@ -40,9 +47,7 @@ from variants.weights import Casts
 
 MEMBERS = 8
 TOP = 20  # logprobs that a server gives with each token
-WATCHED = 64  # and one that can be forced
 FINER = "f32"
-TAKEN_FOR = {"bf16": "bf16_engine", "f16": "bf16_engine", "f32": "f32"}
 KEPT = ("excess", "logprob_p", "expected_p")
 
 

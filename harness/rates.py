@@ -14,6 +14,8 @@ PROMPT = 32  # tokens of each prompt where sequences decode together
 # of an engine that is somebody else's code, whose own checks are asserts
 FAILURES = (EngineError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError)
 WARM_STEPS = 4  # of a run that is in no figure, so that no step compiles
+REPEATS = 3  # of a prefill, after one that is in no figure
+RunSteps = Callable[[list[list[int]], int], list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,3 +105,19 @@ def stepped(step: Callable[[], bool]) -> list[float]:
 def parted(taken: Sequence[float], steps: int) -> tuple[float, Timed]:
     """Of a run of prefill and `steps` decode steps: milliseconds before the first token of all, and of a step."""
     return sum(taken[:-steps]), Timed.of(taken[-steps:])
+
+
+def time_decodes(path: str, asked: Asked, vocab: int, run: RunSteps, rates: Rates) -> None:
+    """Every decode that is asked for, each after a short one. run(prompts, tokens): milliseconds of each step until all
+    have so many tokens."""
+    for count, tokens in asked.decodes:
+        for steps in (WARM_STEPS, asked.steps):
+            taken = run(asked.prompts(count, tokens, vocab), steps + 1)
+        rates.add(path, "decode", (count, tokens), parted(taken, asked.steps)[1])
+
+
+def time_prefills(path: str, asked: Asked, vocab: int, run: RunSteps, rates: Rates) -> None:
+    """Every prefill that is asked for; `run` as in `time_decodes`."""
+    for tokens in asked.prefills:
+        once = [sum(run(asked.prompts(1, tokens, vocab), 1)) for _ in range(REPEATS + 1)]
+        rates.add(path, "prefill", (1, tokens), Timed.of(once[1:]))

@@ -3,16 +3,16 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 from harness.device_timing import Timed
 from harness.engines.local import LocalEngine
 from harness.numerics import policy
-from harness.rates import PROMPT, WARM_STEPS, Asked, Rates, parted, stepped
+from harness.rates import PROMPT, REPEATS, WARM_STEPS, Asked, Rates, stepped, time_decodes, time_prefills
 from variants.errors import EngineError, UsageError
 from variants.request import Request
 from variants.runner import Runner
 
-REPEATS = 3  # of a prefill, and of a run through the server
 CLIENT_S = 300
 
 
@@ -25,13 +25,8 @@ def measured(engine: LocalEngine, asked: Asked, rates: Rates) -> None:
         raise UsageError(f"batches={list(asked.batches)}: execution.batch={run.batch} runs fewer together")
     with policy(engine.device, tf32=engine.recipe.tf32, reduced_sums=engine.recipe.reduced_sums):
         runner = Runner(engine.model, max_len=asked.longest)
-        for count, tokens in asked.decodes:
-            for steps in (WARM_STEPS, asked.steps):
-                taken = _run(runner, asked.prompts(count, tokens, _vocab(engine)), steps + 1)
-            rates.add("runner", "decode", (count, tokens), parted(taken, asked.steps)[1])
-        for tokens in asked.prefills:
-            once = [sum(_run(runner, asked.prompts(1, tokens, _vocab(engine)), 1)) for _ in range(REPEATS + 1)]
-            rates.add("runner", "prefill", (1, tokens), Timed.of(once[1:]))
+        time_decodes("runner", asked, _vocab(engine), partial(_run, runner), rates)
+        time_prefills("runner", asked, _vocab(engine), partial(_run, runner), rates)
         del runner
     rates.attempt("server", lambda: _served(engine, asked, rates))
 

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-from harness.device_timing import Timed
 from harness.engines.vllm_engine import OPTIONS, SWITCHES, imported, started
-from harness.rates import PROMPT, WARM_STEPS, Asked, Rates, parted, stepped
+from harness.rates import PROMPT, Asked, Rates, stepped, time_decodes, time_prefills
 from variants.errors import EngineError
 
-REPEATS = 3
 LEAST_TOKENS = 2048  # of a step
 
 
@@ -81,13 +79,9 @@ class _Engine:
         return self.engine.model_executor.driver_worker.worker.model_runner
 
     def timed(self, path: str, asked: Asked, rates: Rates) -> None:
-        for count, tokens in asked.decodes:
-            for steps in (WARM_STEPS, asked.steps):
-                taken = self.run(asked.prompts(count, tokens, self.vocab), steps + 1)
-            rates.add(path, "decode", (count, tokens), parted(taken, asked.steps)[1])
-        for tokens in asked.prefills if path == "eager" else ():  # a prompt runs without a graph in either
-            once = [sum(self.run(asked.prompts(1, tokens, self.vocab), 1)) for _ in range(REPEATS + 1)]
-            rates.add(path, "prefill", (1, tokens), Timed.of(once[1:]))
+        time_decodes(path, asked, self.vocab, self.run, rates)
+        if path == "eager":  # a prompt runs without a graph in either
+            time_prefills(path, asked, self.vocab, self.run, rates)
 
     def without_graphs(self, path: str, asked: Asked, rates: Rates) -> None:
         """The same engine, whose dispatcher is told that it has no graphs."""

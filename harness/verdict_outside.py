@@ -30,6 +30,9 @@ from harness.verdict_semantics import LEAST, explained_by
 from variants.recipe import Recipe, Semantics
 from variants.weights import Casts
 
+WATCHED = 64  # logprobs asked for with each forced token
+# A library in bf16 or f32 is taken to compute as the variant of this name, with the checkpoint's own semantics.
+TAKEN_FOR = {"bf16": "bf16_engine", "f16": "bf16_engine", "f32": "f32"}
 # ln. Another engine's sums go in an order of their own, which no recipe names: MLX's float32 stands e^0.5 over ours.
 EXCESS = 1.0
 # ln. Beside bf16 roundings no order of sums shows: 21 correct variants taken for bf16_engine stand e^-0.1 and lower.
