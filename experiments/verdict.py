@@ -94,7 +94,7 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
     if config.noise is not None:
         raise UsageError(f"noise={config.noise} has no effect: this engine's own noise is measured; leave it out")
     folder = checkpoint_folder(config.model.path)
-    casts = shared_casts(str(folder), config.model.sha256, config.device.torch_name)
+    casts = shared_casts(str(folder), config.model.sha256, *config.device.names)
     stack.callback(casts.drop)
     calibration = _calibration(config, casts)
     row.add({"model_hash": engine.info.model_sha256})
@@ -167,7 +167,7 @@ def _oracle(config: Settings, golden: Golden) -> Casts | None:
     """The checkpoint, where its weights are those that the golden says it was made of."""
     if not is_made_of(golden, config.model):
         return None
-    return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, config.device.torch_name)
+    return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, *config.device.names)
 
 
 def _taken_for(config: Settings, model: ModelConfig) -> Recipe:

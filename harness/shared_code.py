@@ -69,7 +69,9 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
     first: dict[Place, float] = {}
     compared, largest = 0, 0.0
     for prompt, forced in rows:
-        told = forward(config, lambda name: casts.checkpoint.tensors[name].double().numpy(), [*prompt, *forced[:-1]])
+        told = forward(
+            config, lambda name: casts.checkpoint.tensors[name].cpu().double().numpy(), [*prompt, *forced[:-1]]
+        )
         tap = Passes(lambda site, layer, told=told: (site, layer) in told)
         stepper = Sequences(make(tap), [prompt], len(forced))
         for place, size in _differences(tap, stepper, told, forced):
