@@ -27,6 +27,7 @@ from harness.inspect import Inspection, inspect_closely, inspect_library, inspec
 from harness.judge import Evidence, divergences, noise_nats
 from harness.lockstep import Stepper
 from harness.oracle import Forced
+from harness.parts import part
 from harness.probes import Tap
 from harness.shared_code import second_opinion, sound_oracle
 from harness.verdict import (
@@ -46,8 +47,6 @@ from variants.weights import Casts
 
 Checked = LocalEngine | TransformersEngine
 EXPLAINED = 6  # sites at most whose first finding is explained
-
-
 CLOSER = 3  # prompts that are replayed again, whole, where their outputs are suspicious
 CLEARED_EXCESS = 0.7  # ln; correct runs stay within 0.25 of their envelope at every layer
 CLEARED_SIGMA = 20.0
@@ -76,7 +75,8 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     declared. Also returns the teacher-forced scores."""
     golden, config = question.golden, question.casts.checkpoint.config
     battery = Battery.of(golden)
-    scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
+    with part("forced tokens"):
+        scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
     chosen = np.where(golden.tokens[0] == ENDED, ENDED, scored.top_ids[..., 0])
     invalid = gate.agreement.not_finite or scored.not_finite
     inspection = _inspect(question, battery)
@@ -135,6 +135,7 @@ def _candidate(q: Question) -> Candidate:
     return TransformersCandidate(q.engine)
 
 
+@part("envelope")
 def _envelope(q: Question, battery: Battery, chosen: np.ndarray) -> tuple[Envelope, list[int]]:
     """The candidate's envelope over a sample and every prompt up to its last divergence, and the sample's lengths."""
     lengths = sampled_lengths(battery)
@@ -155,6 +156,7 @@ def _watching(battery: Battery, chosen: np.ndarray) -> Battery:
     return replace(battery, watch=np.concatenate([battery.watch, chosen[..., None]], -1))
 
 
+@part("envelope of the golden")
 def _reference(q: Question, battery: Battery, chosen: np.ndarray, own: Envelope) -> Envelope:
     """The envelope of an engine like the golden's, as far as each prompt's last divergence: it is asked there alone.
 
