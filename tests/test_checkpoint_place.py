@@ -12,7 +12,7 @@ from variants.checkpoint import Checkpoint, load_checkpoint, weights_sha256
 from variants.checkpoint_write import random_checkpoint, write_checkpoint
 from variants.dtypes import dtype_of
 from variants.errors import InputError
-from variants.placement import Placement
+from variants.placement import Placement, one
 from variants.recipe import Semantics
 from variants.side_by_side import beside, groups
 from variants.weights import Casts, Weights
@@ -63,3 +63,20 @@ def test_a_loaded_checkpoint_lies_as_it_is_read(tmp_path: Path, tiny: Checkpoint
             assert torch.equal(stack.flatten(), torch.cat([p.flatten() for p in parts]))
             assert casts.nbytes == sum(p.nbytes for p in parts)  # the checkpoint's own
             casts.drop()
+
+
+@pytest.mark.gpu
+def test_shards_reach_a_gpu_with_their_bits(tmp_path: Path, tiny: Checkpoint) -> None:
+    """Through page-locked buffers, several shards at once; a NaN is found there too, and named."""
+    write_checkpoint(tiny, tmp_path, max_shard_bytes=3000)
+    loaded = load_checkpoint(tmp_path, placement=one("cuda:0"))
+    assert loaded.sha256 == weights_sha256(tmp_path)
+    for name, tensor in loaded.tensors.items():
+        assert tensor.device == torch.device("cuda:0")
+        assert torch.equal(tensor.cpu(), tiny.tensors[name])
+    name = "model.layers.1.self_attn.o_proj.weight"
+    broken = tiny.tensors[name].clone()
+    broken[0, 2] = math.nan
+    write_checkpoint(replace(tiny, tensors={**tiny.tensors, name: broken}), tmp_path / "nan", max_shard_bytes=3000)
+    with pytest.raises(InputError, match=rf"tensor {name} holds 1 NaN"):
+        load_checkpoint(tmp_path / "nan", placement=one("cuda:0"))
