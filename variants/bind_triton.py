@@ -18,7 +18,7 @@ from variants.errors import UsageError
 from variants.impl_rules import FORM_NUMBER
 from variants.ops import conv_triton, kda_chunk_triton, kda_triton, linear_triton, mla_triton, moe_triton, norm_triton
 from variants.ops.launch_triton import FORMATS, Precision
-from variants.packing import packed, ragged_of, unpacked
+from variants.packing import packed, ragged_of, seen, show_carried, unpacked
 from variants.recipe import Rule
 from variants.sites import CHUNK_SITES
 from variants.state import State
@@ -143,18 +143,6 @@ def experts(b: Binder, w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Ten
         return moe_triton.experts(x.to(held), w13, w2, ids, weights.float(), rounding=rounding)
 
     return run
-
-
-def show_carried(carry: Callable[[Tensor], Tensor] | None, pool: Tensor, batch: Batch) -> None:
-    """Let a probe see, and change, what the slots carry now; a copy, since the kernel writes where it lies."""
-    if carry is not None:
-        _, slots = batch.owned
-        pool.index_copy_(0, slots, carry(pool[slots]).to(pool.dtype))
-
-
-def seen(batch: Batch) -> Tensor:
-    """Positions [B, T] with -1 for tokens that are not real."""
-    return batch.positions if batch.real is None else batch.positions.masked_fill(~batch.real, -1)
 
 
 def one_dtype(*operands: Tensor) -> tuple[Tensor, ...]:

@@ -63,9 +63,7 @@ class MoeBlock:
         self.sum_accum, self.round_combine = b.rule("combine").accum, b.at("combine")
 
     def _bind_experts(self, b: Binder, name: str) -> None:
-        up, down, count = b.rule("expert_gate_up"), b.rule("expert_down"), b.config.num_experts
-        w13 = b.weights.experts(name, ("w1", "w3"), count, b.held("expert_gate_up"), operand=up.input)
-        w2 = b.weights.experts(name, ("w2",), count, b.held("expert_down"), operand=down.input)
+        w13, w2 = expert_weights(b, name)
         routed = b.rule("routed")
         bind = b.kernel("experts", "routed")
         self.routed = self._routed if bind is None else bind(b, w13, w2)
@@ -128,3 +126,13 @@ class MoeBlock:
         gate = pinned(self.round_silu(self.silu(pinned(gate, self.act_accum))), self.act_accum)
         y = self.down[e](self.down_in(self.round_act(gate * pinned(up, self.act_accum))))
         return pinned(y, self.out_accum)
+
+
+def expert_weights(b: Binder, name: str) -> tuple[Tensor, Tensor]:
+    """Gate and up [E, 2 I, D], and down [E, D, I], of a layer's experts."""
+
+    def stacked(site: str, *leaves: str) -> Tensor:
+        held = b.lies(site, f"{name}.experts.0.{leaves[0]}.weight")
+        return b.weights.experts(name, leaves, b.config.num_experts, held, operand=b.rule(site).input)
+
+    return stacked("expert_gate_up", "w1", "w3"), stacked("expert_down", "w2")

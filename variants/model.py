@@ -51,8 +51,7 @@ class Phase:
         head = b.on(config.num_layers)
         self.final_norm = Norm(head, "final_norm", "model.norm.weight", config.rms_norm_eps)
         self.head_in = head.at("lm_head_in")
-        rule = head.rule("lm_head")
-        self.head = head.product("lm_head", b.weights.get("lm_head.weight", head.held("lm_head"), operand=rule.input))
+        self.head = head.product("lm_head", head.weight("lm_head", "lm_head.weight"))
 
     def __call__(self, tokens: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
         """Residual stream after the last layer, as stored and unrounded: tokens [B, T] -> two of [B, T, D]."""
@@ -125,7 +124,7 @@ class Model:
         Returns logits of each row's last real token [B, vocab], or of every token [B, T, vocab] when `every`.
         """
         if self.recipe.execution.fused and phase == "decode" and isinstance(self.probe, NoProbe):
-            from variants.fused import decode_step  # it imports triton
+            from variants.fused_step import decode_step
 
             return decode_step(self, state, slots[0], tokens[0], self._steps)
         last, all_ = self._run(tokens, state.batch(slots, lengths, tokens.shape[1], self.device), state, phase)

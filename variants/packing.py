@@ -1,5 +1,6 @@
 """Rows of a batch as one packed sequence of tokens, which is what kernels over ragged batches read, and back."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -38,3 +39,15 @@ def _ragged(lengths: tuple[int, ...], slots: tuple[int, ...], device: torch.devi
 
     with torch.inference_mode():
         return ragged(lengths, slots, device=device)
+
+
+def show_carried(carry: Callable[[Tensor], Tensor] | None, pool: Tensor, batch: Batch) -> None:
+    """Let a probe see, and change, what the slots carry now; a copy, since the kernel writes where it lies."""
+    if carry is not None:
+        _, slots = batch.owned
+        pool.index_copy_(0, slots, carry(pool[slots]).to(pool.dtype))
+
+
+def seen(batch: Batch) -> Tensor:
+    """Positions [B, T] with -1 for tokens that are not real."""
+    return batch.positions if batch.real is None else batch.positions.masked_fill(~batch.real, -1)

@@ -229,8 +229,11 @@ def batch_dependent(recipe: Recipe) -> dict[str, str]:
     A chunk's grid counts from where a prefill piece begins, so pieces off it are named here too.
     """
     found: dict[str, list[str]] = {}
+    never_latent = recipe.rules["mla_core.decode"].impl == "native"  # it reads keys and values
     for key, rule in (*recipe.rules.items(), *((f"{k}@{n}", r) for (k, n), r in recipe.exceptions.items())):
         name, size = rule.algorithm, dict(rule.options).get("chunk_size")
+        if rule.impl == "native" or (name == "bmm" and never_latent):
+            continue
         softmax = key.startswith("mla_core") and not name.endswith("_rows")
         if name in LIBRARY_ORDER or softmax:
             found.setdefault(name, []).append(key)

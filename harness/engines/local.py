@@ -55,7 +55,7 @@ class LocalEngine:
                 "execution.graph=cuda needs a CUDA device, got cpu: set device=cuda, or variant.execution.graph=off"
             )
         check_environment(self.recipe.implementations, casts.device)
-        self.compiling = Compiling(tuple(sorted(self.recipe.implementations - {"torch"})))
+        self.compiling = Compiling(tuple(sorted(self.recipe.implementations - {"torch", "native"})))
         self._warm: set[tuple[int, ...]] = set()
         self._shapes: set[tuple[str, int]] = set()
         self._model: Model | None = None
