@@ -87,7 +87,7 @@ inline vf exponential(vf x) {
 inline vf sigmoid(vf x) { return 1.0f / (1.0f + exponential(-x)); }
 inline vf silu(vf x) { return x / (1.0f + exponential(-x)); }
 
-// log(1 + e^x), x above 20: the larger of x and 0, and log(1 + u), u = e^-|x|, as 2 atanh(u / (2 + u)).
+// log(1 + e^x), x itself above 20: the larger of x and 0, plus log(1 + u) of u = e^-|x|, as 2 atanh(u / (2 + u)).
 inline vf softplus(vf x) {
     vf u = exponential(x > 0 ? -x : x), s = u / (2.0f + u), square = s * s;
     vf p = all(1.0f / 17);
