@@ -28,6 +28,7 @@ from harness.judge import Evidence, divergences, noise_nats
 from harness.lockstep import Stepper
 from harness.oracle import Forced
 from harness.probes import Tap
+from harness.reused_slot import reused_slot
 from harness.shared_code import second_opinion, sound_oracle
 from harness.verdict import (
     GROSS,
@@ -83,13 +84,12 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     if invalid:
         made = non_finite_findings(inspection.replays)
         return conclude(made, (), invalid=invalid, bar_met=None, config=config), scored
-    ask = second_opinion if isinstance(question.engine, LocalEngine) else sound_oracle
-    opinion = ask(question.casts, question.declared, battery)
+    findings, shared = _shared_code(question, battery)
     whole, lengths = _envelope(question, battery, chosen)
     own = sampled(whole, lengths)
     reference = _reference(question, battery, chosen, whole)
     expected = _expected(question)
-    findings = [*opinion.findings(), *(Finding(instrument="observed", reason=line) for line in contradictions)]
+    findings += [Finding(instrument="observed", reason=line) for line in contradictions]
     findings += end_findings(gate.agreement)
     outside = _outside(question, own)
     found = divergences(_evidence(question, chosen, whole, reference))
@@ -103,14 +103,22 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
         bar_met=gate.agreement.bar_met,
         config=config,
         inspected=_moderate(own, found),
-        instruments=("definition", "local_replay", "ladder", "envelope", "expected_score", "routing"),
+        instruments=(*shared, "local_replay", "ladder", "envelope", "expected_score", "routing"),
         figures={
-            "definition": opinion.record(),
+            **shared,
             **_figures(question, own, expected, inspection, gate),
             "far": far(found),
         },
     )
     return verdict, scored
+
+
+def _shared_code(q: Question, battery: Battery) -> tuple[list[Finding], dict[str, object]]:
+    """What is wrong in code that all variants run, and what was looked at, by instrument; a library keeps no slots."""
+    if not isinstance(q.engine, LocalEngine):
+        return [], {"definition": sound_oracle(q.casts, q.declared, battery).record()}
+    reused, opinion = reused_slot(q.engine, battery), second_opinion(q.casts, q.declared, battery)
+    return [*reused.findings(), *opinion.findings()], {"definition": opinion.record(), "reused_slot": reused.record()}
 
 
 def _expected(q: Question) -> ExpectedScore:
