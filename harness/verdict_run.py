@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from harness.as_run import as_run
 from harness.calibration import ENVELOPE_P, Calibration, alone
 from harness.compose import groups, named_variant
 from harness.divergence import Cause, Divergence, far
@@ -117,8 +118,11 @@ def _shared_code(q: Question, battery: Battery) -> tuple[list[Finding], dict[str
     """What is wrong in code that all variants run, and what was looked at, by instrument; a library keeps no slots."""
     if not isinstance(q.engine, LocalEngine):
         return [], {"definition": sound_oracle(q.casts, q.declared, battery).record()}
-    reused, opinion = reused_slot(q.engine, battery), second_opinion(q.casts, q.declared, battery)
-    return [*reused.findings(), *opinion.findings()], {"definition": opinion.record(), "reused_slot": reused.record()}
+    ran, reused = as_run(q.engine, battery), reused_slot(q.engine, battery)
+    opinion = second_opinion(q.casts, q.declared, battery)
+    found = [*ran.findings(), *reused.findings(), *opinion.findings()]
+    looked = {"definition": opinion.record(), "reused_slot": reused.record(), "as_run": ran.record()}
+    return found, looked
 
 
 def _expected(q: Question) -> ExpectedScore:
