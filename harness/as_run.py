@@ -6,10 +6,12 @@ into one step (`execution.fused`). A fault in the joining is in the tokens and i
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from harness.engines.local import LocalEngine
 from harness.forced_errors import Battery
+from harness.golden_data import Golden
 from harness.probes import Tap
 from harness.reach import long_enough
 from harness.reused_slot import SITES, carried, same
@@ -53,6 +55,27 @@ def as_run(engine: LocalEngine, battery: Battery) -> AsRun:
                 token = torch.tensor([continuation[t]], device=engine.model.device)
                 logits = [ran.after(token), watched.after(token)]
     return AsRun(tokens=compared)
+
+
+def free_and_forced(engine: LocalEngine, golden: Golden, free: np.ndarray, forced: np.ndarray) -> list[Finding]:
+    """Where a prompt alone chose another token freely than forced along the same prefix: the first one, or nothing.
+
+    free: tokens [N, T] of the gate; forced: choices [N, T] after the golden's tokens. The same up to the first token
+    that is not the golden's. Rows that run together may move each other's last bits, so they are not compared.
+    """
+    if engine.recipe.execution.mode is Execution.paged or engine.recipe.execution.batch > 1:
+        return []
+    same_prefix = np.logical_and.accumulate(free == golden.tokens[0], 1)
+    same_prefix = np.concatenate([np.ones((len(free), 1), bool), same_prefix[:, :-1]], 1)
+    apart = np.argwhere(same_prefix & (free != forced) & (free >= 0) & (forced >= 0))
+    if not len(apart):
+        return []
+    n, t = (int(i) for i in apart[0])
+    reason = (
+        f"p{n}[{t}]: runs freely to token {free[n, t]}, forced along the same tokens to {forced[n, t]} "
+        f"({len(apart)} places): what it carries is not the same"
+    )
+    return [Finding(instrument=INSTRUMENT, reason=reason)]
 
 
 def _chosen(engine: LocalEngine, battery: Battery) -> list[Forced]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.as_run import as_run
+from harness.as_run import as_run, free_and_forced
 from harness.calibration import ENVELOPE_P, Calibration, alone
 from harness.compose import groups, named_variant
 from harness.divergence import Cause, Divergence, far
@@ -48,8 +48,6 @@ from variants.weights import Casts
 
 Checked = LocalEngine | TransformersEngine
 EXPLAINED = 6  # sites at most whose first finding is explained
-
-
 CLOSER = 3  # prompts that are replayed again, whole, where their outputs are suspicious
 CLEARED_EXCESS = 0.7  # ln; correct runs stay within 0.25 of their envelope at every layer
 CLEARED_SIGMA = 20.0
@@ -85,7 +83,7 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     if invalid:
         made = non_finite_findings(inspection.replays)
         return conclude(made, (), invalid=invalid, bar_met=None, config=config), scored
-    findings, shared = _shared_code(question, battery)
+    findings, shared = _shared_code(question, battery, gate, chosen)
     whole, lengths = _envelope(question, battery, chosen)
     own = sampled(whole, lengths)
     reference = _reference(question, battery, chosen, whole)
@@ -114,15 +112,18 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     return verdict, scored
 
 
-def _shared_code(q: Question, battery: Battery) -> tuple[list[Finding], dict[str, object]]:
+def _shared_code(
+    q: Question, battery: Battery, gate: GateResult, chosen: np.ndarray
+) -> tuple[list[Finding], dict[str, object]]:
     """What is wrong in code that all variants run, and what was looked at, by instrument; a library keeps no slots."""
     if not isinstance(q.engine, LocalEngine):
         return [], {"definition": sound_oracle(q.casts, q.declared, battery).record()}
     ran, reused = as_run(q.engine, battery), reused_slot(q.engine, battery)
     opinion = second_opinion(q.casts, q.declared, battery)
     found = [*ran.findings(), *reused.findings(), *opinion.findings()]
-    looked = {"definition": opinion.record(), "reused_slot": reused.record(), "as_run": ran.record()}
-    return found, looked
+    found += free_and_forced(q.engine, q.golden, gate.generation.tokens, chosen)
+    records = {"definition": opinion, "reused_slot": reused, "as_run": ran}
+    return found, {name: instrument.record() for name, instrument in records.items()}
 
 
 def _expected(q: Question) -> ExpectedScore:

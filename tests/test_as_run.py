@@ -9,7 +9,7 @@ from instruments import shipped
 from tiny import ODD, casts, prompt
 from torch import Tensor
 
-from harness.as_run import INSTRUMENT, as_run
+from harness.as_run import INSTRUMENT, as_run, free_and_forced
 from harness.compose import named_variant
 from harness.engines.local import LocalEngine
 from harness.forced_errors import Battery
@@ -92,6 +92,21 @@ def test_a_fault_in_what_joins_a_step_is_found(
     assert found.layer == layer
     assert "decode step 1 after 4 tokens" in found.reason
     assert "execution.fused" in found.reason
+
+
+def test_free_and_forced_choose_alike_on_one_prefix() -> None:
+    """Tokens after the first divergence stand on other prefixes and may differ; the diverging one may not."""
+    golden = part_of(load_golden("gate"), prompts=2, tokens=4)
+    free = golden.tokens[0].copy()
+    free[0, 1:] += 1
+    forced = golden.tokens[0].copy()
+    forced[0, 1] += 1
+    run = shipped_engine("f32_native")
+    assert free_and_forced(run, golden, free, forced) == []
+    forced[0, 1] += 1
+    (found,) = free_and_forced(run, golden, free, forced)
+    assert found.reason.startswith(f"p0[1]: runs freely to token {free[0, 1]}, forced along the same tokens to")
+    assert free_and_forced(shipped_engine("paged_native"), golden, free, forced) == []
 
 
 def test_a_verdict_calls_it_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
