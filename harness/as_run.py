@@ -91,7 +91,8 @@ def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], 
     apart = float((logits[0].double() - logits[1].double()).abs().max())
     step = "prefill" if t == 0 else f"decode step {t}"
     told = f"{step} after {tokens} tokens: logits of the variant as it runs are not those of its operations one by one"
-    fused = " (execution.fused: look at what joins them)" if ran.model.recipe.execution.fused else ""
+    joined = t > 0 and ran.model.recipe.execution.fused
+    fused = " (execution.fused: look at what joins them)" if joined else " (one path, twice: it does not repeat itself)"
     theirs = carried(watched.state, [0])
     for (layer, store, row), x in carried(ran.state, [0]).items():
         if not same(x, theirs[layer, store, row]):
