@@ -145,7 +145,7 @@ class Model:
         """The residual stream, as stored and unrounded: of each row's last real token, and of all."""
         self.probe.begin(Step(phase, batch.slots, batch.starts, batch.lengths))
         h, unrounded = self.phases[phase](tokens, batch, state)
-        state.advance(batch)
+        state.advance(batch.slots, batch.lengths)
         return (_last(h, batch), _last(unrounded, batch)), (h, unrounded)
 
 

@@ -121,17 +121,20 @@ def activated(gate, up, SILU: tl.constexpr, ACT: tl.constexpr):
 
 
 @triton.jit
-def conv_channels(raw, state, weight, out, c, ok, C: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr):
-    """One token of some channels: taps from the oldest to the newest, SiLU, and the carried inputs moved on by one."""
+def conv_channels(raw, state, weight, out, c, ok, held, C: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr):
+    """One token of some channels: taps from the oldest to the newest, SiLU, and the carried inputs moved on by one.
+
+    ok: which channels there are; held: of which of them there is a state.
+    """
     acc = tl.zeros_like(c).to(tl.float32)
     for j in tl.static_range(W - 1):
-        kept = tl.load(state + j * C + c, mask=ok, other=0.0)
+        kept = tl.load(state + j * C + c, mask=held, other=0.0)
         acc += tl.load(weight + c * W + j, mask=ok, other=0.0).to(tl.float32) * kept.to(tl.float32)
         if j > 0:
-            tl.store(state + (j - 1) * C + c, kept, mask=ok)
+            tl.store(state + (j - 1) * C + c, kept, mask=held)
     fresh = tl.load(raw + c, mask=ok, other=0.0)
     acc += tl.load(weight + c * W + W - 1, mask=ok, other=0.0).to(tl.float32) * fresh.to(tl.float32)
-    tl.store(state + (W - 2) * C + c, narrow(fresh.to(tl.float32), state.dtype.element_ty), mask=ok)
+    tl.store(state + (W - 2) * C + c, narrow(fresh.to(tl.float32), state.dtype.element_ty), mask=held)
     tl.store(out + c, narrow(acc * sigmoid(acc), OUT), mask=ok)
 
 
