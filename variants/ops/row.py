@@ -69,7 +69,7 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, *,
 
 
 def _grouped(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    n, k = ids.shape
+    k = ids.shape[1]
     sorted_ids, order = ids.flatten().sort(stable=True)
     experts_ = torch.arange(w13.shape[0], device=ids.device)
     ends = torch.searchsorted(sorted_ids, experts_, right=True, out_int32=True)  # bincount would wait for the device
@@ -77,11 +77,5 @@ def _grouped(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -
     gate, up = both.chunk(2, -1)
     act = row_triton.silu_and_mul(gate, up, silu=x.dtype, out_dtype=x.dtype)
     down = F.grouped_mm(act, w2.transpose(1, 2), offs=ends)
-    down = (down * weights.flatten()[order].unsqueeze(1)).to(
-        x.dtype
-    )  # bf16 by float32: a float32 product, rounded once
-    out = torch.empty_like(down).index_copy_(0, order, down).view(n, k, -1).float()
-    total = out[:, 0]
-    for j in range(1, k):
-        total = total + out[:, j]
-    return total.to(x.dtype)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return row_mix_triton.weighted_sum(down, place, weights)

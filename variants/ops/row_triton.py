@@ -382,19 +382,21 @@ def _gated_kernel(x, weight, gate, out, eps, D: tl.constexpr, BD: tl.constexpr, 
 
 
 def silu_and_mul(gate: Tensor, up: Tensor, *, silu: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """silu(gate) rounded to `silu`, times up, rounded to `out_dtype`: gate, up [..., I]."""
+    """silu(gate) rounded to `silu`, times up, rounded to `out_dtype`: gate, up [..., I], halves of one tensor too."""
     require("row swiglu", gate=gate, up=up)
     out = torch.empty(gate.shape, dtype=out_dtype, device=gate.device)
-    _act_kernel[(triton.cdiv(gate.numel(), CHANNELS),)](
-        gate.contiguous(), up.contiguous(), out, gate.numel(), B=CHANNELS, SILU=format_of(silu),
+    gate, up = (x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous() for x in (gate, up))
+    rows, width = gate.shape
+    _act_kernel[(rows, triton.cdiv(width, CHANNELS))](
+        gate, up, out, width, gate.stride(0), up.stride(0), B=CHANNELS, SILU=format_of(silu),
         ACT=format_of(out_dtype), num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _act_kernel(gate, up, out, n, B: tl.constexpr, SILU: tl.constexpr, ACT: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    g = tl.load(gate + at, mask=at < n, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(out + at, narrow(activated(g, u, SILU, ACT), ACT), mask=at < n)
+def _act_kernel(gate, up, out, width, gate_step, up_step, B: tl.constexpr, SILU: tl.constexpr, ACT: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    g = tl.load(gate + row * gate_step + at, mask=at < width, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_step + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, narrow(activated(g, u, SILU, ACT), ACT), mask=at < width)
