@@ -1,10 +1,11 @@
 """Experts of several tokens under implementation row: sorted by expert, and summed as the recipe says."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.ops import row, row_triton
+from variants.ops import row, row_slots_triton, row_triton
 
 BF16 = torch.bfloat16
 
@@ -48,3 +49,17 @@ def test_halves_of_one_tensor_are_read_where_they_lie() -> None:
     ours = row_triton.silu_and_mul(gate, up, silu=BF16, out_dtype=BF16)
     assert torch.equal(ours, row_triton.silu_and_mul(gate.contiguous(), up.clone(), silu=BF16, out_dtype=BF16))
     assert torch.equal(ours[1], row_triton.silu_and_mul(gate[1], up[1], silu=BF16, out_dtype=BF16))
+
+
+@pytest.mark.parametrize(("tokens", "k", "count"), [(1, 1, 1), (5, 3, 7), (17, 8, 40), (70, 2, 3)])
+def test_slots_that_are_counted_are_sorted_as_the_library_sorts(
+    tokens: int, k: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More slots than a program takes, more experts than slots, one expert: places, tokens and ends are the same."""
+    random = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(0, count, (tokens, k), generator=random)
+    counted = row_slots_triton.by_expert(ids, count)
+    monkeypatch.setattr(row_slots_triton, "COUNTED", 0)
+    assert all(torch.equal(a, b) for a, b in zip(counted, row_slots_triton.by_expert(ids, count), strict=True))
+    assert [x.dtype for x in counted] == [torch.int64, torch.int64, torch.int32]
+    assert torch.equal(counted[1], (ids.flatten().argsort(stable=True)) // k)

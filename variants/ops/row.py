@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.ops import conv_triton, kda_triton, mla, moe_triton, row_mix_triton, row_triton
+from variants.ops import conv_triton, kda_triton, mla, moe_triton, row_mix_triton, row_slots_triton, row_triton
 from variants.ops.launch_triton import Ragged
 from variants.ops.moe_triton import Rounding
 
@@ -69,13 +69,9 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, *,
 
 
 def _grouped(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    k = ids.shape[1]
-    sorted_ids, order = ids.flatten().sort(stable=True)
-    experts_ = torch.arange(w13.shape[0], device=ids.device)
-    ends = torch.searchsorted(sorted_ids, experts_, right=True, out_int32=True)  # bincount would wait for the device
-    both = F.grouped_mm(x[order // k], w13.transpose(1, 2), offs=ends)
+    place, source, ends = row_slots_triton.by_expert(ids, w13.shape[0])
+    both = F.grouped_mm(x[source], w13.transpose(1, 2), offs=ends)
     gate, up = both.chunk(2, -1)
     act = row_triton.silu_and_mul(gate, up, silu=x.dtype, out_dtype=x.dtype)
     down = F.grouped_mm(act, w2.transpose(1, 2), offs=ends)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return row_mix_triton.weighted_sum(down, place, weights)
+    return row_slots_triton.weighted_sum(down, place, weights)

@@ -249,37 +249,3 @@ def _down_kernel(
     a1, a2 = act_parts(act, slot, SLOTS, I, I1, I2)
     y = routed_rows(a1, a2, first, rest, weight, slot, I2, SLOTS, DOWN, SCALED, ROUTED)
     tl.store(out + rows, narrow(y, ROUTED), mask=rows < D)
-
-
-def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor) -> Tensor:
-    """Each token's sum over its slots, first to last in float32, of its experts' rows by their weights.
-
-    rows [N k, D]; place integer [N k]: the row of every slot; weights float32 [N, k]. Each product is rounded to the
-    dtype of the rows, and so is the sum. Returns [N, D].
-    """
-    require("row sum", rows=rows)
-    require("row sum", (torch.float32,), weights=weights)
-    (n, slots), width = weights.shape, rows.shape[1]
-    expect("row sum", {"rows": (rows, (n * slots, width)), "place": (place, (n * slots,))})
-    out = torch.empty(n, width, dtype=rows.dtype, device=rows.device)
-    _sum_kernel[(n, triton.cdiv(width, CHANNELS))](
-        rows.contiguous(), place, weights.contiguous(), out, D=width, SLOTS=slots, BD=CHANNELS,
-        OUT=format_of(rows.dtype), num_warps=WARPS,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _weighted(rows, place, weights, slot, cols, D: tl.constexpr, OUT: tl.constexpr):
-    """Some columns of one slot's row by its weight, rounded and widened again."""
-    y = tl.load(rows + tl.load(place + slot) * D + cols, mask=cols < D, other=0.0).to(tl.float32)
-    return narrow(y * tl.load(weights + slot), OUT).to(tl.float32)
-
-
-@triton.jit
-def _sum_kernel(rows, place, weights, out, D: tl.constexpr, SLOTS: tl.constexpr, BD: tl.constexpr, OUT: tl.constexpr):
-    n, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
-    total = _weighted(rows, place, weights, n * SLOTS, cols, D, OUT)
-    for j in tl.static_range(1, SLOTS):
-        total += _weighted(rows, place, weights, n * SLOTS + j, cols, D, OUT)
-    tl.store(out + n * D + cols, narrow(total, OUT), mask=cols < D)
