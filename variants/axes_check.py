@@ -160,12 +160,12 @@ def _fused(v: Variant) -> Iterator[Refusal]:
     )
     alone = run.mode is Execution.incremental and run.batch == 1
     yield run.fused and not alone, "execution.fused=true", "it is one row; set execution.mode=incremental and batch=1"
-    paged = run.mode is Execution.paged and row and not v.override
+    paged = run.mode is Execution.paged and not v.override
     yield (
-        run.graph is not Graph.off and not (row and run.fused or paged),
+        run.graph is not Graph.off and not (row and (run.fused or paged)),
         "execution.graph=cuda",
-        "it replays a fused step of impl row, or a paged decode by the kernels of impl row, all eight, without overrides; start "
-        "from variant fast_decode or paged_engine_graph",
+        "it replays a fused step or a paged decode, of impl row, all eight, without overrides; start from variant "
+        "fast_decode or paged_engine_graph",
     )
 
 
