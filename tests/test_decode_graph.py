@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_paged_state import hashes
-from tiny import SMALL, build, casts, prompt, ragged
+from tiny import SMALL, Watcher, build, casts, prompt, ragged
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +23,6 @@ from variants.errors import DeviceError, UsageError
 from variants.model import Model
 from variants.recipe import resolve
 from variants.request import Output, Request
-from variants.rounding import RoundAt, Rule, Step
 from variants.runner import Runner
 from variants.state import State
 
@@ -32,16 +31,6 @@ CONFIG = replace(SMALL, moe_intermediate_size=16)
 made = cache(lambda: casts(CONFIG))
 ASKED = ((9, 7), (1, 2), (5, 5))  # tokens of the prompt and of the answer
 HOST = ("_local_scalar_dense", "nonzero", "bincount", "unique", "lift_fresh", "masked_select")
-
-
-class Watcher:
-    """A probe that changes nothing: under it the runner launches operation by operation."""
-
-    def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
-        return rounding
-
-    def begin(self, step: Step) -> None:
-        return None
 
 
 class NoHost(TorchDispatchMode):
