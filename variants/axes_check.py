@@ -160,10 +160,12 @@ def _fused(v: Variant) -> Iterator[Refusal]:
     )
     alone = run.mode is Execution.incremental and run.batch == 1
     yield run.fused and not alone, "execution.fused=true", "it is one row; set execution.mode=incremental and batch=1"
+    paged = run.mode is Execution.paged and not v.override
     yield (
-        run.graph is not Graph.off and not (run.fused and row),
+        run.graph is not Graph.off and not (row and (run.fused or paged)),
         "execution.graph=cuda",
-        "it replays a fused step of impl row",
+        "it replays a fused step or a paged decode, of impl row, all eight, without overrides; start from variant "
+        "fast_decode or paged_engine_graph",
     )
 
 

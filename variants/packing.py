@@ -1,16 +1,10 @@
 """Rows of a batch as one packed sequence of tokens, which is what kernels over ragged batches read, and back."""
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from variants.batch import Batch
-
-if TYPE_CHECKING:
-    from variants.ops.launch_triton import Ragged
 
 
 def packed(x: Tensor, batch: Batch) -> Tensor:
@@ -25,20 +19,6 @@ def unpacked(y: Tensor, batch: Batch) -> Tensor:
     out = y.new_zeros(*batch.positions.shape, *y.shape[2:])
     out[batch.real] = y[0]
     return out
-
-
-def ragged_of(batch: Batch) -> "Ragged":
-    """The rows that have tokens, as the Triton kernels read them; steps alike in lengths and slots share one."""
-    rows = [(n, s) for n, s in zip(batch.lengths, batch.slots, strict=True) if n]
-    return _ragged(tuple(n for n, _ in rows), tuple(s for _, s in rows), batch.positions.device)
-
-
-@lru_cache(maxsize=64)
-def _ragged(lengths: tuple[int, ...], slots: tuple[int, ...], device: torch.device) -> "Ragged":
-    from variants.ops.launch_triton import ragged
-
-    with torch.inference_mode():
-        return ragged(lengths, slots, device=device)
 
 
 def show_carried(carry: Callable[[Tensor], Tensor] | None, pool: Tensor, batch: Batch) -> None:

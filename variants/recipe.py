@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from variants.axes import Execution, ExecutionAxes, KvNormEps, L2NormEps, Param, Variant
+from variants.axes import Execution, ExecutionAxes, Graph, KvNormEps, L2NormEps, Param, Variant
 from variants.dtypes import DType
 from variants.model_config import ModelConfig
 from variants.sites import rule_key
@@ -149,6 +149,9 @@ class Recipe:
         if run.mode is not Execution.paged:
             return plain
         own = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in ("fused", "graph")}
+        if run.graph is not Graph.off:
+            sizes = sorted({run.filled(n) for n in range(1, run.batch + 1)})
+            plain |= {"graph": run.graph.name, "decode_filled_up_to": " ".join(map(str, sizes))}
         return {**own, **plain, "preempt": run.preempt.name}
 
     @property
