@@ -1,7 +1,7 @@
 """Whether a variant gives the same bits watched and unwatched.
 
 What looks inside runs each operation by itself, where a probe can see it; what gives the tokens may run them joined
-into one step (`execution.fused`). A fault in the joining is in the tokens and in no other instrument.
+into one step (`execution.fused`) or replay them as a graph. A fault in that is in the tokens, in no other instrument.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,17 @@ import numpy as np
 import torch
 
 from harness.engines.local import LocalEngine
+from harness.engines.paged_rows import outputs, runner_for
 from harness.forced_errors import Battery
 from harness.golden_data import Golden
 from harness.probes import Tap
 from harness.reach import long_enough
 from harness.reused_slot import SITES, carried, same
 from harness.verdict import Finding
-from variants.axes import Execution
+from variants.axes import Execution, Graph
 from variants.decode import Sequences
+from variants.model import Model
+from variants.request import Request
 
 INSTRUMENT = "as_run"
 Forced = tuple[list[int], list[int]]  # a prompt, and the tokens after it
@@ -25,14 +28,13 @@ Forced = tuple[list[int], list[int]]  # a prompt, and the tokens after it
 
 @dataclass(frozen=True, kw_only=True)
 class AsRun:
-    """tokens: logits compared. found: the first difference. left_out: why nothing was compared."""
+    """tokens: logits compared. found: the first difference."""
 
     tokens: int
     found: Finding | None = None
-    left_out: str | None = None
 
     def record(self) -> dict[str, object]:
-        return {"tokens": self.tokens, "left_out": self.left_out}
+        return {"tokens": self.tokens}
 
     def findings(self) -> list[Finding]:
         return [] if self.found is None else [self.found]
@@ -40,11 +42,10 @@ class AsRun:
 
 def as_run(engine: LocalEngine, battery: Battery) -> AsRun:
     """The shortest and the longest prompt and one past every tile, with their forced tokens, by both paths."""
+    paths, compared = (engine.model, engine.build(probe=Tap(lambda site, layer: False))), 0
     if engine.recipe.execution.mode is Execution.paged:
-        return AsRun(tokens=0, left_out="a runner chooses who runs together")
-    compared = 0
+        return _together(paths, _chosen(engine, battery))
     for prompt, continuation in _chosen(engine, battery):
-        paths = (engine.model, engine.build(probe=Tap(lambda site, layer: False)))
         ran, watched = (Sequences(model, [prompt], len(continuation) + 1) for model in paths)
         logits = [ran.start(), watched.start()]
         for t in range(len(continuation) + 1):
@@ -55,6 +56,22 @@ def as_run(engine: LocalEngine, battery: Battery) -> AsRun:
                 token = torch.tensor([continuation[t]], device=engine.model.device)
                 logits = [ran.after(token), watched.after(token)]
     return AsRun(tokens=compared)
+
+
+def _together(paths: tuple[Model, Model], rows: list[Forced]) -> AsRun:
+    """All of them through a runner each: the same schedule, so the same rows beside each other."""
+    requests = [Request(ids=tuple(p), max_tokens=len(c), forced=tuple(c)) for p, c in rows]
+    ran, watched = (list(outputs(runner_for(model, requests), requests)) for model in paths)
+    for n, (a, b) in enumerate(zip(ran, watched, strict=True)):
+        assert (a.request, a.index) == (b.request, b.index), "a schedule follows the requests alone"
+        if not same(a.logits, b.logits):
+            where = f"prompt of {len(rows[a.request][0])} tokens, token {a.index} of its answer"
+            graph = (
+                " (execution.graph: look at what is captured)" if paths[0].recipe.execution.graph is Graph.cuda else ""
+            )
+            reason = f"{where}: logits of the variant as it runs are not those of its operations one by one{graph}"
+            return AsRun(tokens=n + 1, found=Finding(instrument=INSTRUMENT, reason=reason))
+    return AsRun(tokens=len(ran))
 
 
 def free_and_forced(engine: LocalEngine, golden: Golden, free: np.ndarray, forced: np.ndarray) -> list[Finding]:
