@@ -37,7 +37,8 @@ class Settings(Config):
     steps: timed tokens of a run, with `LLAMA` of each answer.
 
     contexts, prefills, batches: of against=floors: tokens before a timed step, tokens of a prompt, and sequences that
-    decode together, where the engine runs several.
+    decode together, where the engine runs several. oracle_tokens: of a fused step's sequence, whose logits are held
+    against float64; 0 for none.
     """
 
     against: str = "transformers"
@@ -46,6 +47,7 @@ class Settings(Config):
     contexts: tuple[int, ...] = CONTEXTS
     prefills: tuple[int, ...] = PREFILLS
     batches: tuple[int, ...] = ALONE
+    oracle_tokens: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +57,12 @@ class Settings(Config):
         for name in ("runs", "steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: expected 1 or more")
+        fused = self.engine.kind is EngineKind.local and self.variant.execution.fused
+        if self.oracle_tokens < 0 or (self.oracle_tokens and not (self.against == FLOORS and fused)):
+            raise UsageError(
+                f"oracle_tokens={self.oracle_tokens}: expected 0 or more, with against=floors and a fused step "
+                "(variant=fast_decode)"
+            )
         given = (tuple(self.contexts), tuple(self.prefills), tuple(self.batches))  # a list where it was composed
         if self.against != FLOORS and given != (CONTEXTS, PREFILLS, ALONE):
             raise UsageError("contexts, prefills and batches are read by against=floors alone")

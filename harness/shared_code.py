@@ -16,6 +16,7 @@ from harness.definition import Values, forward
 from harness.forced_errors import Battery
 from harness.inspect import make_oracle
 from harness.lockstep import walk_steppers
+from harness.parts import part
 from harness.probes import Passes, Place
 from harness.reach import long_enough
 from harness.verdict import Finding
@@ -58,6 +59,7 @@ class SecondOpinion:
         return [Finding(instrument=INSTRUMENT, reason=reason, site=site, layer=layer)]
 
 
+@part("definition")
 def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpinion:
     """The float64 model, run in the steps of `declared` with the checkpoint's own semantics, against the definition."""
     parameters = sum(t.numel() for t in casts.checkpoint.tensors.values())
@@ -69,7 +71,9 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
     first: dict[Place, float] = {}
     compared, largest = 0, 0.0
     for prompt, forced in rows:
-        told = forward(config, lambda name: casts.checkpoint.tensors[name].double().numpy(), [*prompt, *forced[:-1]])
+        told = forward(
+            config, lambda name: casts.checkpoint.tensors[name].cpu().double().numpy(), [*prompt, *forced[:-1]]
+        )
         tap = Passes(lambda site, layer, told=told: (site, layer) in told)
         stepper = Sequences(make(tap), [prompt], len(forced))
         for place, size in _differences(tap, stepper, told, forced):
@@ -80,6 +84,7 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
     return SecondOpinion(compared=compared, largest=largest, departs=_earliest(first, config))
 
 
+@part("definition")
 def sound_oracle(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpinion:
     """As `second_opinion`, for a verdict on another engine: raises NeartieError where the oracle departs."""
     found = second_opinion(casts, declared, battery)

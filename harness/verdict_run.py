@@ -28,6 +28,7 @@ from harness.inspect import Inspection, inspect_closely, inspect_library, inspec
 from harness.judge import Evidence, divergences, noise_nats
 from harness.lockstep import Stepper
 from harness.oracle import Forced
+from harness.parts import part
 from harness.probes import Tap
 from harness.reused_slot import reused_slot
 from harness.shared_code import second_opinion, sound_oracle
@@ -76,7 +77,8 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     declared. Also returns the teacher-forced scores."""
     golden, config = question.golden, question.casts.checkpoint.config
     battery = Battery.of(golden)
-    scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
+    with part("forced tokens"):
+        scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
     chosen = np.where(golden.tokens[0] == ENDED, ENDED, scored.top_ids[..., 0])
     invalid = gate.agreement.not_finite or scored.not_finite
     inspection = _inspect(question, battery)
@@ -148,6 +150,7 @@ def _candidate(q: Question) -> Candidate:
     return TransformersCandidate(q.engine)
 
 
+@part("envelope")
 def _envelope(q: Question, battery: Battery, chosen: np.ndarray) -> tuple[Envelope, list[int]]:
     """The candidate's envelope over a sample and every prompt up to its last divergence, and the sample's lengths."""
     lengths = sampled_lengths(battery)
@@ -168,6 +171,7 @@ def _watching(battery: Battery, chosen: np.ndarray) -> Battery:
     return replace(battery, watch=np.concatenate([battery.watch, chosen[..., None]], -1))
 
 
+@part("envelope of the golden")
 def _reference(q: Question, battery: Battery, chosen: np.ndarray, own: Envelope) -> Envelope:
     """The envelope of an engine like the golden's, as far as each prompt's last divergence: it is asked there alone.
 

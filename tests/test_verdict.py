@@ -518,7 +518,7 @@ def test_members_of_faulty_shared_code_are_no_measure_of_a_score() -> None:
     told = []
     for finding in (departs, REPLAYED):
         v = replace(concluded([finding], [divergence(Cause.rounding, 0.5)]), figures={"expected": expected})
-        told.append(text(Settings(), v, gate))
+        told.append(text(Settings(), v, gate, "took 1.0 s"))
     assert "score 12/48; what a correct run scores cannot be told" in told[0]
     assert "causes by the same faulty code:" in told[0]
     assert "score 12/48; a correct run of this recipe: 12.0, 95 % in 12..12 (members 8)" in told[1]
