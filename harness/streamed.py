@@ -49,7 +49,7 @@ class Group:
             x = self.stream[:, start : start + piece]
             batch = state.batch(range(rows), [x.shape[1]] * rows, x.shape[1], str(x.device))
             out.append(layer(x, x, batch, state)[0])  # in float64 no sum is rounded: stored and unrounded are one
-            state.advance(batch)
+            state.advance(batch.slots, batch.lengths)
         self.stream = torch.cat(out, 1) if len(out) > 1 else out[0]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from harness.as_run import as_run, free_and_forced
 from harness.calibration import ENVELOPE_P, Calibration, alone
 from harness.compose import groups, named_variant
 from harness.divergence import Cause, Divergence, far
@@ -29,6 +30,7 @@ from harness.lockstep import Stepper
 from harness.oracle import Forced
 from harness.parts import part
 from harness.probes import Tap
+from harness.reused_slot import reused_slot
 from harness.shared_code import second_opinion, sound_oracle
 from harness.verdict import (
     GROSS,
@@ -83,13 +85,12 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     if invalid:
         made = non_finite_findings(inspection.replays)
         return conclude(made, (), invalid=invalid, bar_met=None, config=config), scored
-    ask = second_opinion if isinstance(question.engine, LocalEngine) else sound_oracle
-    opinion = ask(question.casts, question.declared, battery)
+    findings, shared = _shared_code(question, battery, gate, chosen)
     whole, lengths = _envelope(question, battery, chosen)
     own = sampled(whole, lengths)
     reference = _reference(question, battery, chosen, whole)
     expected = _expected(question)
-    findings = [*opinion.findings(), *(Finding(instrument="observed", reason=line) for line in contradictions)]
+    findings += [Finding(instrument="observed", reason=line) for line in contradictions]
     findings += end_findings(gate.agreement)
     outside = _outside(question, own)
     found = divergences(_evidence(question, chosen, whole, reference))
@@ -103,14 +104,28 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
         bar_met=gate.agreement.bar_met,
         config=config,
         inspected=_moderate(own, found),
-        instruments=("definition", "local_replay", "ladder", "envelope", "expected_score", "routing"),
+        instruments=(*shared, "local_replay", "ladder", "envelope", "expected_score", "routing"),
         figures={
-            "definition": opinion.record(),
+            **shared,
             **_figures(question, own, expected, inspection, gate),
             "far": far(found),
         },
     )
     return verdict, scored
+
+
+def _shared_code(
+    q: Question, battery: Battery, gate: GateResult, chosen: np.ndarray
+) -> tuple[list[Finding], dict[str, object]]:
+    """What is wrong in code that all variants run, and what was looked at, by instrument; a library keeps no slots."""
+    if not isinstance(q.engine, LocalEngine):
+        return [], {"definition": sound_oracle(q.casts, q.declared, battery).record()}
+    ran, reused = as_run(q.engine, battery), reused_slot(q.engine, battery)
+    opinion = second_opinion(q.casts, q.declared, battery)
+    found = [*ran.findings(), *reused.findings(), *opinion.findings()]
+    found += free_and_forced(q.engine, q.golden, gate.generation.tokens, chosen)
+    records = {"definition": opinion, "reused_slot": reused, "as_run": ran}
+    return found, {name: instrument.record() for name, instrument in records.items()}
 
 
 def _expected(q: Question) -> ExpectedScore:

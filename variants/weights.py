@@ -109,6 +109,11 @@ class Weights:
         parts = [self._patched(self.patch, name, dtype, operand) for name in names]
         return joined(parts)
 
+    def stored(self, names: tuple[str, ...], *, within: DType) -> DType:
+        """The format that the checkpoint has these tensors in where it is bf16 and `within` holds it, else `within`."""
+        formats = {dtype_of(self.casts.checkpoint.tensors[n]) for n in names}
+        return DType.bf16 if formats == {DType.bf16} and self.patch is None and within is DType.f32 else within
+
     def _patched(self, patch: Patch, name: str, dtype: DType, operand: DType | None) -> Tensor:
         base = self.casts.cast((name,), DType.f64, self._through(name, None))
         patched = patch(name, base)
