@@ -13,6 +13,7 @@ from harness.engines.local import LocalEngine
 from harness.engines.paged_rows import outputs, runner_for
 from harness.forced_errors import Battery
 from harness.golden_data import Golden
+from harness.parts import part
 from harness.probes import Tap
 from harness.reach import long_enough
 from harness.reused_slot import SITES, carried, same
@@ -40,6 +41,7 @@ class AsRun:
         return [] if self.found is None else [self.found]
 
 
+@part("watched twin")
 def as_run(engine: LocalEngine, battery: Battery) -> AsRun:
     """The shortest and the longest prompt and one past every tile, with their forced tokens, by both paths."""
     paths, compared = (engine.model, engine.build(probe=Tap(lambda site, layer: False))), 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from harness.engines.local import LocalEngine
 from harness.forced_errors import Battery
+from harness.parts import part
 from harness.reach import PAST
 from harness.verdict import Finding
 from variants.axes import Execution
@@ -50,6 +51,7 @@ class Reused:
         return [] if self.found is None else [self.found]
 
 
+@part("reused slot")
 def reused_slot(engine: LocalEngine, battery: Battery) -> Reused:
     """Run one group of prompts after the other under the engine's own recipe, and each in fresh slots."""
     run, model = engine.recipe.execution, engine.build()
