@@ -6,12 +6,13 @@
   is read off a short run of the variant itself, not off its declaration.
 - An operation in float32 also rounds inside. Its own error is up to seven times that of storing its result, so a
   recipe of float32 needs it, in units of u(float32) times the rms of the result's last dimension: `INTERNAL`, and of a
-  product what this machine's library loses (`harness.product_error`).
+  product what this machine's library loses at as many rows as it has there (`harness.product_error`).
 - After the first place of at most 11 bits, finer roundings are left out: they add under 2^-24 to the variance there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -101,11 +102,17 @@ def last_place(x: Tensor, dtype: DType) -> Tensor:
     return power.mul_(2.0 ** (1 - dtype.precision)).clamp_min_(2.0 ** (dtype.min_exponent + 1 - dtype.precision))
 
 
-class RoundingNoise:
-    """Adds a plan's noise to a run of `twin(recipe)`; one seed is one stream of draws."""
+Plan = dict[Where, PlaceNoise]
 
-    def __init__(self, plan: dict[Where, PlaceNoise], *, seed: int, device: str = "cpu") -> None:
-        self.plan, self.phase = plan, "prefill"
+
+class RoundingNoise:
+    """Adds a plan's noise to a run of `twin(recipe)`; one seed is one stream of draws.
+
+    plan_at(length): the plan of a pass whose rows then stand at so many tokens; the same places in each.
+    """
+
+    def __init__(self, plan_at: Callable[[int], Plan], *, seed: int, device: str = "cpu") -> None:
+        self.plan_at, self.plan, self.phase = plan_at, plan_at(1), "prefill"
         self.random = torch.Generator(device=device).manual_seed(seed)
 
     def restart(self, seed: int) -> None:
@@ -113,15 +120,20 @@ class RoundingNoise:
         self.random.manual_seed(seed)
 
     def begin(self, step: Step) -> None:
-        self.phase = step.phase
+        """Rows that run together are of like length: the middle one stands for all."""
+        ends = sorted(start + n for start, n in zip(step.starts, step.lengths, strict=True))
+        self.phase, self.plan = step.phase, self.plan_at(ends[len(ends) // 2])
 
     def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
-        noise = {phase: self.plan.get((site, layer, phase), PlaceNoise()) for phase in PHASES}
-        if not any(noise.values()):
+        if not any(self.plan.get((site, layer, phase)) for phase in PHASES):
             return rounding
-        if site == "mla_scores":  # what a query does not see is minus infinity and stays so
-            return lambda x: torch.where(x.isinf(), x, noise[self.phase].add(x, self.random))
-        return lambda x: noise[self.phase].add(x, self.random)
+
+        def add(x: Tensor) -> Tensor:
+            y = self.plan[site, layer, self.phase].add(x, self.random)
+            # what a query does not see is minus infinity and stays so
+            return torch.where(x.isinf(), x, y) if site == "mla_scores" else y
+
+        return add
 
 
 class _Arrivals:
@@ -146,17 +158,25 @@ class _Arrivals:
         return see
 
 
-def noise_plan(recipe: Recipe, casts: Casts, prompt: Sequence[int]) -> dict[Where, PlaceNoise]:
-    """The noise at every (site, layer, phase) at which `recipe` rounds; `prompt` is what the variant is watched on."""
+def noise_plan(recipe: Recipe, casts: Casts, prompt: Sequence[int]) -> Callable[[int], Plan]:
+    """The noise at every (site, layer, phase) at which `recipe` rounds, by the tokens of its prefix, as a power of two.
+
+    prompt: what the variant is watched on.
+    """
     config, seen = casts.checkpoint.config, _Arrivals()
     model = Model(config, recipe, Weights(casts, recipe.semantics), probe=seen)
     decode.steps(model, [list(prompt)], 3, lambda t, logits: decode.greedy(logits))
-    plan = {w: _noise_of(recipe, casts, w, seen.rounded, len(prompt)) for w in _wheres(config)}
-    for where in plan:
-        rule = recipe.rule(*where)
-        if rule.algorithm == "softplus" and rule.accum is DType.f32 and plan[where]:
-            plan[where] = replace(plan[where], absolute=_one_plus(casts, recipe, where[1]))
-    return _without_fine(plan)
+
+    @cache
+    def plan_at(length: int) -> Plan:
+        plan = {w: _noise_of(recipe, casts, w, seen.rounded, length) for w in _wheres(config)}
+        for where in plan:
+            rule = recipe.rule(*where)
+            if rule.algorithm == "softplus" and rule.accum is DType.f32 and plan[where]:
+                plan[where] = replace(plan[where], absolute=_one_plus(casts, recipe, where[1]))
+        return _without_fine(plan)
+
+    return lambda length: plan_at(1 << (length - 1).bit_length())
 
 
 def _one_plus(casts: Casts, recipe: Recipe, layer: int) -> Tensor:
@@ -193,7 +213,7 @@ def _noise_of(recipe: Recipe, casts: Casts, where: Where, rounded: set[Where], l
 
 
 def _rows(recipe: Recipe, config: ModelConfig, site: str, phase: str, length: int) -> int:
-    """How many rows a product has, for prompts of `length` tokens."""
+    """How many rows a product has in a pass whose rows then stand at `length` tokens."""
     run = recipe.execution
     one = site == "lm_head" or (phase == "decode" and is_incremental(recipe))
     rows = run.batch * (1 if one else min(length, run.prefill_piece or length))
@@ -214,8 +234,8 @@ def _internal(accum: DType, units: float) -> float:
     return 0.0 if accum.precision >= DType.f64.precision else units * DType.f32.unit_roundoff
 
 
-def _without_fine(plan: dict[Where, PlaceNoise]) -> dict[Where, PlaceNoise]:
-    kept: dict[Where, PlaceNoise] = {}
+def _without_fine(plan: Plan) -> Plan:
+    kept: Plan = {}
     coarse: dict[str, bool] = dict.fromkeys(PHASES, False)
     for where, noise in plan.items():
         kept[where] = noise.without_fine() if coarse[where[2]] else noise
@@ -234,13 +254,13 @@ def member(recipe: Recipe, casts: Casts, prompt: Sequence[int], *, seed: int) ->
     There float32's own rounding is under 2^-12 of the noise, and a member costs half. `prompt` is what the variant is
     watched on (`noise_plan`).
     """
-    plan = noise_plan(recipe, casts, prompt)
+    plan_at = noise_plan(recipe, casts, prompt)
+    plan = plan_at(len(prompt))
     early = {phase for (_, layer, phase), noise in plan.items() if layer <= 0 and noise.coarse}
     coarse = early == set(PHASES) and not any(noise.fine for (_, layer, _), noise in plan.items() if layer > 0)
-    if coarse:
-        plan = {where: noise.without_fine() for where, noise in plan.items()}
     up = twin(recipe, DType.f32 if coarse else DType.f64)
-    return up, RoundingNoise(plan, seed=seed, device=casts.device)
+    rough = {where: noise.without_fine() for where, noise in plan.items()}
+    return up, RoundingNoise((lambda _: rough) if coarse else plan_at, seed=seed, device=casts.device)
 
 
 def twin(recipe: Recipe, dtype: DType = DType.f64) -> Recipe:

@@ -24,6 +24,7 @@ from variants.dtypes import DType, ulp
 from variants.errors import EngineError, UsageError
 from variants.model import Model
 from variants.recipe import Recipe, resolve
+from variants.rounding import Step
 from variants.weights import Casts, Weights
 
 ODD = tiny.ODD
@@ -106,7 +107,7 @@ def test_one_rounding_gives_errors_there_and_none_before(odd: Casts) -> None:
 def test_a_value_that_already_fits_its_format_gets_no_noise(odd: Casts) -> None:
     """In a bf16 stream the operand of a product is bf16 already; in a float32 stream the same place rounds it."""
     for variant, rounds in ((BF16, False), (tiny.plain(Stream.f32, Gemm.bf16), True)):
-        plan = noise_plan(resolve(variant, ODD), odd, tiny.prompt(5))
+        plan = noise_plan(resolve(variant, ODD), odd, tiny.prompt(5))(5)
         assert all(bool(plan[("attn_in", 0, phase)]) is rounds for phase in ("prefill", "decode"))
         assert plan[("q_proj", 0, "decode")].formats == (DType.bf16,)
         assert not plan[("embed", -1, "prefill")]
@@ -118,7 +119,7 @@ def test_roundings_in_a_row_are_draws_in_a_row(odd: Casts) -> None:
         BF16, norm=NormAxes(variance=NormVariance.stored, rounding=NormRounding.twice),
         mla=MlaAxes(prefill=MlaCore.dense_bf16, decode=MlaCore.dense_bf16),
     )  # fmt: skip
-    plan = noise_plan(resolve(variant, ODD), odd, tiny.prompt(5))
+    plan = noise_plan(resolve(variant, ODD), odd, tiny.prompt(5))(5)
     assert plan[("input_norm", 1, "decode")].formats == (DType.bf16, DType.bf16)
     assert plan[("mla_scores", 1, "decode")].formats == (DType.bf16, DType.bf16)
     found = envelope(resolve(variant, ODD), odd, battery(), members=2, seed=0)
@@ -128,14 +129,36 @@ def test_roundings_in_a_row_are_draws_in_a_row(odd: Casts) -> None:
 def test_fine_roundings_are_kept_only_before_the_first_coarse_one(odd: Casts) -> None:
     """float32 noise stands in a float32 recipe, and in one with a single bf16 site only as far as that site."""
     recipe = resolve(tiny.plain(Stream.f32, Gemm.f32), ODD)
-    plan = noise_plan(recipe, odd, tiny.prompt(5))
+    plan = noise_plan(recipe, odd, tiny.prompt(5))(5)
     assert plan[("mlp_residual", 2, "decode")]
     coarse = replace(recipe.rules["o_proj"], output=DType.bf16, storage=DType.f32)
     mixed = replace(recipe, exceptions={("o_proj", 1): coarse})
-    plan = noise_plan(mixed, odd, tiny.prompt(5))
+    plan = noise_plan(mixed, odd, tiny.prompt(5))(5)
     assert plan[("mlp_residual", 0, "decode")]
     assert plan[("o_proj", 1, "decode")].coarse
     assert not plan[("mlp_residual", 2, "decode")]
+
+
+@pytest.mark.parametrize("execution", [tiny.INCREMENTAL, tiny.RECOMPUTE])
+def test_a_products_noise_follows_the_rows_that_it_has_then(
+    execution: tiny.ExecutionAxes, odd: Casts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill has as many rows as its prompt has tokens; a later step one, or the whole prefix where that runs again.
+
+    The prompt that the variant is watched on has no say.
+    """
+    monkeypatch.setattr("harness.rounding_noise.product_units", lambda shape, rows, **_: float(rows))
+    recipe = resolve(tiny.plain(Stream.f32, Gemm.f32, execution=execution), ODD)
+    for watched in (3, 40):
+        _, noise = member(recipe, odd, tiny.prompt(watched), seed=0)
+        rows = []
+        for step in (
+            Step("prefill", (0, 1, 2), (0, 0, 0), (7, 8, 30)),
+            Step("decode", (0, 1, 2), (15, 16, 38), (1,) * 3),
+        ):
+            noise.begin(step)
+            rows.append(noise.plan["q_proj", 0, step.phase].internal / DType.f32.unit_roundoff)
+        assert rows == [8, 32 if execution is tiny.RECOMPUTE else 1]
 
 
 def test_a_member_runs_in_float32_where_all_is_coarse_from_the_first_layer_on(odd: Casts) -> None:
@@ -152,7 +175,7 @@ def test_a_member_runs_in_float32_where_all_is_coarse_from_the_first_layer_on(od
     for other in (fine, late):
         assert {r.accum for r in member(other, odd, tiny.prompt(5), seed=0)[0].rules.values()} == {DType.f64}
     found = envelope(recipe, odd, battery(), members=40, seed=0)
-    wide = RoundingNoise(noise.plan, seed=0)
+    wide = RoundingNoise(noise.plan_at, seed=0)
     party = Party(ModelCandidate(model_maker(twin(recipe), odd, wide)), copies=40)
     drawn = (
         errors_against(
