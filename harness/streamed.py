@@ -5,6 +5,7 @@ a model whose weights fill most of a device can still be judged on it. Every pos
 and forced tokens; in float64 that differs from the decode path by less than 1e-10 nats.
 """
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,7 @@ def streamed_logits(
         for group in groups:
             group.advance(layer, binder, tokens_at_once)
         del layer
+        gc.collect()  # a block holds its own methods, so nothing else lets its weights go
         casts.drop()
     head = Head(binder)
     for group in groups:
