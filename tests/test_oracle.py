@@ -1,5 +1,6 @@
 """The float64 oracle: one pass that equals the decode path, one layer in memory at a time, a cache that cannot lie."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -100,9 +101,18 @@ def test_pieces_and_groups_change_nothing(checkpoint: Checkpoint, forced: Forced
 
 
 class Watched(Casts):
-    """Casts that remember the most that they held together."""
+    """Casts that remember the most that they held together, and how many outlived each `drop`."""
 
     peak = 0
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.left: list[int] = []
+
+    def drop(self) -> None:
+        super().drop()
+        self.left.append(sum(ref() is not None for ref in self.made))
 
     def cast(self, *args: object, **kwargs: object) -> torch.Tensor:
         return self._seen(super().cast(*args, **kwargs))  # pyright: ignore[reportArgumentType]
@@ -111,6 +121,7 @@ class Watched(Casts):
         return self._seen(super().stack(*args, **kwargs))  # pyright: ignore[reportArgumentType]
 
     def _seen(self, made: torch.Tensor) -> torch.Tensor:
+        self.made.append(weakref.ref(made))
         self.peak = max(self.peak, self.nbytes)
         return made
 
@@ -132,6 +143,7 @@ def test_holds_one_layer_at_a_time(checkpoint: Checkpoint, forced: Forced) -> No
     assert largest_part(checkpoint) / 2 < casts.peak <= largest_part(checkpoint)
     assert casts.peak < sum(t.numel() for t in checkpoint.tensors.values()) * 8 / 4
     assert casts.nbytes == 0
+    assert casts.left[:-1] == [0] * (checkpoint.config.num_layers + 1)  # the head stands until the last row is told
 
 
 def test_leads_ranks_and_gaps_follow_from_logprobs(oracle: Oracle, forced: Forced) -> None:
