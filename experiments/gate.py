@@ -163,7 +163,8 @@ def texts(tokenizer: Path) -> Callable[[int], str | None] | None:
 def announced(config: Config, flags: Flags, experiment: str = "gate") -> dict[str, object]:
     """What a row says before its run: its place in a sweep and every setting read, but not where the row lies."""
     settings, groups = READS[config.engine.kind]
-    plain = {k: v for k, v in as_plain(config).items() if k not in {"model", "variant", "device"} - groups}
+    read = groups | {word.split(".")[0] for word in config.own_words}
+    plain = {k: v for k, v in as_plain(config).items() if k not in {"model", "variant", "device"} - read}
     # A server's address names somebody's machine.
     plain["engine"] = {k: v for k, v in _mapping(plain["engine"]).items() if k in (settings | {"kind"}) - {"url"}}
     del plain["results"]

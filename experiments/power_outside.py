@@ -17,7 +17,7 @@ from harness.engines.assets import checkpoint_folder
 from harness.engines.loaded import shared_casts
 from harness.numerics import policy
 from harness.outside_power import SIGHTS, Answer, answers, declared_for
-from harness.power_cells import CARRIER, FORMATS, Cell, Slice, benign_words
+from harness.power_cells import CARRIER, FORMATS, Cell, Slice, benign_words, joined
 from harness.power_report import Share
 from harness.progress import progress
 from harness.text_table import text_table
@@ -66,16 +66,16 @@ def cells() -> list[Cell]:
     sound = {name: words for name, words in benign_words().items() if "params." not in words}
     orders = {name: words for name, words in sound.items() if "mode=incremental" in words}
     found = [
-        Cell(subject=name, words=_with(words, TOGETHER), battery=part, seed=0)
+        Cell(subject=name, words=joined(words, TOGETHER), battery=part, seed=0)
         for part in BATTERIES
         for name, words in orders.items()
     ]
     for first, (carrier, words) in enumerate(CARRIERS.items()):
-        found.append(Cell(subject=f"{carrier}/carrier", words=_with(words, TOGETHER), battery=GATE, seed=0))
+        found.append(Cell(subject=f"{carrier}/carrier", words=joined(words, TOGETHER), battery=GATE, seed=0))
         found += [
             Cell(
                 subject=f"{carrier}/{name}",
-                words=_with(words, TOGETHER),
+                words=joined(words, TOGETHER),
                 battery=GATE,
                 seed=0,
                 defect=name,
@@ -85,11 +85,6 @@ def cells() -> list[Cell]:
             for i, name in enumerate([*DEFECTS][first :: len(CARRIERS)])
         ]
     return found
-
-
-def _with(words: str, changes: str) -> str:
-    """Words of a variant with others in place of those of the same names."""
-    return " ".join(f"{k}={v}" for k, v in dict(w.split("=", 1) for w in f"{words} {changes}".split()).items())
 
 
 def run(model: ModelSource, out: Path, flags: Flags) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from experiments.gate import announced, environment_of, known_of, observe_engine, texts, with_gaps
 from experiments.words import Flags
@@ -46,9 +47,11 @@ class Settings(Config):
     """members: of the envelope and the expected score. reference: variant that stands for the golden's engine.
 
     declared: variant that an engine which is none of ours is taken to compute as; None for that of its dtype. noise: in
-    nats, for an engine that is judged by tokens alone and gives no logprobs.
+    nats, for an engine that is judged by tokens alone and gives no logprobs. The oracle runs in this process, so it
+    reads `device.threads` for every engine.
     """
 
+    own_words: ClassVar[frozenset[str]] = frozenset(("device.threads",))
     members: int = 8
     reference: str = "bf16_engine"
     declared: str | None = None
@@ -138,6 +141,11 @@ def _outside(
             raise UsageError(
                 f"declared={config.declared} has no effect: the golden was not made of model={config.model.path}, so "
                 "nothing runs beside this engine; name its checkpoint with model=DIR"
+            )
+        if config.device.threads and "device" not in READS[config.engine.kind][1]:
+            raise UsageError(
+                f"device.threads={config.device.threads} has no effect: the golden was not made of model="
+                f"{config.model.path}, so nothing of ours runs; leave it out, or name its checkpoint with model=DIR"
             )
         return judge_tokens(golden, gate.generation, gate.agreement, noise=config.noise), gate
     if config.noise is not None:

@@ -80,9 +80,7 @@ def stand_beside(
 
     Raises NeartieError where the oracle itself departs from the model's definition.
     """
-    plain = Battery.of(golden)
-    assert plain.watch is not None
-    battery = replace(plain, watch=np.concatenate([plain.watch, *(c[..., None] for c in chosen)], -1))
+    battery = Battery.of(golden).watching(*chosen)
     opinion = sound_oracle(casts, declared, battery)
 
     def walked(recipe: Recipe, salt: int) -> Envelope:

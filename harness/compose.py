@@ -189,7 +189,7 @@ def _refuse_unread(config: Config, overrides: Sequence[Override]) -> None:
     unread = {"variant", "device"} - READS[kind][1]
     for o in overrides:
         group = str(o.key_or_group).split(".")[0]
-        if group in unread:
+        if group in unread and str(o.key_or_group) not in config.own_words:
             raise UsageError(f"{o.input_line} has no effect with engine={kind.name}; leave it out, or use engine=local")
 
 

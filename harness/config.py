@@ -6,6 +6,7 @@ A setting with no effect is refused, so that a record never holds one.
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
+from typing import ClassVar
 
 from omegaconf import MISSING
 
@@ -266,8 +267,11 @@ class Config:
     golden: a name under assets/goldens/ or a path. limit: score the first so many prompts, 0 for all. max_tokens:
     score the first so many tokens of each prompt, 0 for all. require: None to report, else `bar`, `strict`, `exact`
     or the number of tokens that must agree. results: the folder that holds the ledger. label: the variant's name and
-    what was changed of it, filled in by `compose.load`.
+    what was changed of it, filled in by `compose.load`. own_words: settings that the command itself reads, whatever
+    the engine does.
     """
+
+    own_words: ClassVar[frozenset[str]] = frozenset()
 
     model: ModelSource = field(default_factory=ModelSource)
     golden: str = "gate"

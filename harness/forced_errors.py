@@ -43,6 +43,11 @@ class Battery:
         continuations = [self.continuations[n][:tokens] for n in rows]
         return Battery(prompts=[self.prompts[n] for n in rows], continuations=continuations, watch=watch)
 
+    def watching(self, *chosen: np.ndarray) -> "Battery":
+        """With the tokens int [N, T] that each of some runs chose watched too, a column for each run."""
+        assert self.watch is not None
+        return replace(self, watch=np.concatenate([self.watch, *(c[..., None] for c in chosen)], -1))
+
     def beside(self, other: "Battery | None") -> "Battery":
         """With another's prompts after these, nothing watched; itself where there is no other."""
         if other is None:

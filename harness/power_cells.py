@@ -94,10 +94,11 @@ def variant_of(words: str) -> Variant:
 
 def benign_words() -> dict[str, str]:
     """Every format with every order, by name; what an order sets wins over its format."""
-    return {f"{f}/{o}": _joined(formats, orders) for f, formats in FORMATS.items() for o, orders in ORDERS.items()}
+    return {f"{f}/{o}": joined(formats, orders) for f, formats in FORMATS.items() for o, orders in ORDERS.items()}
 
 
-def _joined(*groups: str) -> str:
+def joined(*groups: str) -> str:
+    """Words of a variant as one text; a later group's stand in place of an earlier one's of the same names."""
     settings = dict(word.split("=", 1) for group in groups for word in group.split())
     return " ".join(f"{name}={value}" for name, value in settings.items())
 

@@ -152,7 +152,7 @@ def _envelope(q: Question, battery: Battery, chosen: np.ndarray) -> tuple[Envelo
     """The candidate's envelope over a sample and every prompt up to its last divergence, and the sample's lengths."""
     lengths = sampled_lengths(battery)
     walked = [max(n, last) for n, last in zip(lengths, last_places(_diverges(q, chosen)), strict=True)]
-    watched = _watching(battery, chosen).cut(walked)
+    watched = battery.watching(chosen).cut(walked)
     found = envelope(
         q.declared, q.casts, watched, members=q.members, seed=q.seed, candidates={CANDIDATE: _candidate(q)}
     )
@@ -161,11 +161,6 @@ def _envelope(q: Question, battery: Battery, chosen: np.ndarray) -> tuple[Envelo
 
 def _diverges(q: Question, chosen: np.ndarray) -> np.ndarray:
     return (chosen != q.golden.tokens[0]) & (chosen != ENDED)
-
-
-def _watching(battery: Battery, chosen: np.ndarray) -> Battery:
-    assert battery.watch is not None
-    return replace(battery, watch=np.concatenate([battery.watch, chosen[..., None]], -1))
 
 
 @part("envelope of the golden")
@@ -177,7 +172,7 @@ def _reference(q: Question, battery: Battery, chosen: np.ndarray, own: Envelope)
     diverges = _diverges(q, chosen)
     if q.reference.hash == q.declared.hash or not diverges.any():
         return own
-    watched = _watching(battery, chosen).cut(last_places(diverges))
+    watched = battery.watching(chosen).cut(last_places(diverges))
     return envelope(q.reference, q.casts, watched, members=q.members, seed=q.seed + 1)
 
 

@@ -227,3 +227,28 @@ def test_settings_without_effect_are_refused(tmp_path: Path, capsys: Out) -> Non
     words = [f"golden={path}", "engine=replay", f"engine.folder={path}", "declared=f32", f"results={tmp_path}"]
     assert main(["verdict", *words]) == 2
     assert "declared=f32 has no effect" in capsys.readouterr().err
+    assert main(["verdict", *words[:3], "device.threads=1", words[-1]]) == 2
+    assert "device.threads=1 has no effect: the golden was not made of" in capsys.readouterr().err
+
+
+def test_threads_are_the_oracles_where_tokens_come_from_a_file(tmp_path: Path, capsys: Out) -> None:
+    """A verdict on replayed tokens runs the oracle, on as many threads as it is told, and the row says so.
+
+    A gate of them runs nothing, and another device is refused for both.
+    """
+    words = [
+        "engine=replay",
+        f"engine.folder={load_golden('gate').path}",
+        "limit=1",
+        "max_tokens=1",
+        f"results={tmp_path}",
+    ]
+    assert main(["gate", *words, "device.threads=1"]) == 2
+    assert "device.threads=1 has no effect with engine=replay" in capsys.readouterr().err
+    assert main(["verdict", *words, "device=cuda"]) == 2
+    assert "device=cuda has no effect with engine=replay" in capsys.readouterr().err
+    for threads in (1, 2):
+        assert main(["verdict", *words, "members=8", f"device.threads={threads}"]) == 0
+    rows = Ledger(tmp_path / "ledger").rows()
+    assert sorted(row["environment"]["threads"] for row in rows if row["status"] == "ok") == [1, 2]
+    assert sorted(row["detail"]["config"]["device"]["threads"] for row in rows if row["status"] == "ok") == [1, 2]
