@@ -21,7 +21,7 @@ from harness.golden_data import ENDED, Golden
 from harness.lockstep import Stepper, walk_steppers
 from harness.parts import part
 from harness.probes import Passes, Tap
-from harness.routing import Adoption, Build, Choice, Route, adopted, explaining_swap, rounding_gap
+from harness.routing import LATE, Adoption, Build, Choice, Route, adopted, explaining_swap, rounding_gap
 from variants.decode import single_pass
 from variants.dtypes import DType
 from variants.recipe import Recipe
@@ -205,6 +205,7 @@ def _swap_explains(e: Evidence, d: Divergence, side: str, members: int, alpha: f
         pair=(d.golden_token, d.token),
         wanted=lambda margin: side_p(shown, margin, members) >= alpha,
         within=rounding_gap(e.golden_recipe if side == "golden" else e.declared),
+        late=LATE if side == "golden" else 0,  # a reference is trusted; a candidate's tokens are not excused so easily
     )
     if found is None:
         return d

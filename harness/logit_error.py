@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from harness.engines.local import LocalEngine, forced_logits
+from harness.judge import choices_of
 from harness.oracle import oracle_recipe
+from harness.probes import Tap
+from harness.routing import Forcing, Route
 from harness.streamed import streamed_logits
 from variants import decode
+from variants.decode import Sequences
 from variants.errors import EngineError
 from variants.recipe import Semantics
 from variants.weights import Casts
@@ -39,6 +43,7 @@ class LogitError:
         return asdict(self)
 
 
+OWN_EXPERTS = "its own experts"
 HEADER = ("against float64", "relative", "max |dlogit|", "KL nats", "same token")
 
 
@@ -48,7 +53,9 @@ def logit_errors(
     """An engine's logits over its own greedy tokens after a prompt, and others' forced along them, against float64.
 
     The engine decodes as it does in a run, fused where it is. Each is held against float64 under the semantics that it
-    declares. Raises EngineError where a logit is not finite.
+    declares, and again (`OWN_EXPERTS`) against float64 that takes the experts which it chose: of random weights the
+    scores of experts lie so close that every layer exchanges some, and then that is all one sees. Raises EngineError
+    where a logit is not finite.
     """
     own = _greedy(engine, prompt, tokens)
     chosen = decode.greedy(own).tolist()
@@ -64,7 +71,19 @@ def logit_errors(
         if not bool(torch.isfinite(logits).all()):
             raise EngineError(f"{name}: a logit is not finite, so it has no distance to float64")
         found[name] = compared(logits.double(), exact[key])
+        ids = _experts(ran, prompt, chosen)
+        along = float64_logits(engine.casts, prompt, chosen, ran.recipe.semantics, ids=ids)
+        found[f"{name}, {OWN_EXPERTS}"] = compared(logits.double(), along)
     return found
+
+
+def _experts(engine: LocalEngine, prompt: Sequence[int], tokens: Sequence[int]) -> Mapping[Route, Sequence[int]]:
+    """What a variant chose at every (layer, position), watched over the same tokens."""
+
+    def watched(tap: Tap) -> Sequences:
+        return Sequences(engine.build(probe=tap), [prompt], len(tokens))
+
+    return choices_of(watched, tokens)
 
 
 def _greedy(engine: LocalEngine, prompt: Sequence[int], tokens: int) -> Tensor:
@@ -73,11 +92,23 @@ def _greedy(engine: LocalEngine, prompt: Sequence[int], tokens: int) -> Tensor:
     return torch.cat([run.logits for run in runs])
 
 
-def float64_logits(casts: Casts, prompt: Sequence[int], tokens: Sequence[int], semantics: Semantics) -> Tensor:
-    """Logits [T, V] of the oracle before each of some forced tokens, one layer's float64 weights held at a time."""
+def float64_logits(
+    casts: Casts,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    semantics: Semantics,
+    *,
+    ids: Mapping[Route, Sequence[int]] | None = None,
+) -> Tensor:
+    """Logits [T, V] of the oracle before each of some forced tokens, one layer's float64 weights held at a time.
+
+    ids: experts that it takes at some (layer, position) in place of its own.
+    """
     recipe = oracle_recipe(casts.checkpoint.config, semantics)
     alone = Casts(casts.checkpoint, placement=casts.placement)
-    pieces = sorted(streamed_logits(alone, recipe, [prompt], [tokens]), key=lambda piece: piece[1])
+    pieces = sorted(
+        streamed_logits(alone, recipe, [prompt], [tokens], probe=Forcing(ids or {})), key=lambda piece: piece[1]
+    )
     return torch.cat([logits for _, _, logits in pieces])
 
 

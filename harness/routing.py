@@ -22,6 +22,7 @@ from variants.weights import Weights
 
 Route = tuple[int, int]  # (layer, position)
 MOST_SWAPS = 24
+LATE = 8  # positions before a token whose exchanges of experts move its logits most
 # bf16 activations move a router score (0 to 1) by about a hundredth; five times that is 12.8 of its unit roundoffs.
 GAP_UNITS = 12.8
 SUM_UNITS = 8  # in f32 and f64 it is the sums that lose most: so many unit roundoffs for a few hundred products
@@ -189,15 +190,18 @@ def explaining_swap(
     pair: tuple[int, int],
     wanted: Callable[[float], bool],
     within: float,
+    late: int = 0,
 ) -> Explanation | None:
     """The exchange at the narrowest router gap that makes `wanted` hold of the oracle's margin.
 
     pair: tokens (a, b); the margin is logit a minus logit b after the last forced token. within: only choices whose gap
-    is at most this many units of choice score are tried, at any position that the last token sees, narrowest first.
+    is at most this many units of choice score are tried, the `MOST_SWAPS` narrowest at any position that the last token
+    sees, and all at the last `late` positions: after a prompt of 190 tokens 500 choices are as narrow as that.
     """
     base = oracle_pass(build, prompt, forced)
     near = sorted((c for c in base.choices.values() if c.gap <= within), key=lambda c: (c.gap, -c.position))
-    for choice in near[:MOST_SWAPS]:
+    end = len(prompt) + len(forced) - 1
+    for choice in [c for i, c in enumerate(near) if i < MOST_SWAPS or c.position >= end - late]:
         swapped = oracle_pass(build, prompt, forced, ids={(choice.layer, choice.position): choice.swapped})
         margin = float(swapped.logits[-1, pair[0]] - swapped.logits[-1, pair[1]])
         if wanted(margin):

@@ -19,7 +19,7 @@ from variants.dtypes import DType
 from variants.layers import Norm
 from variants.model import Layer
 from variants.recipe import Recipe
-from variants.rounding import NoProbe
+from variants.rounding import NoProbe, Probe, Step
 from variants.state import State
 from variants.weights import Casts, Weights
 
@@ -49,6 +49,7 @@ class Group:
         for start in range(0, width, piece):
             x = self.stream[:, start : start + piece]
             batch = state.batch(range(rows), [x.shape[1]] * rows, x.shape[1], str(x.device))
+            binder.probe.begin(Step("prefill", batch.slots, batch.starts, batch.lengths))
             out.append(layer(x, x, batch, state)[0])  # in float64 no sum is rounded: stored and unrounded are one
             state.advance(batch.slots, batch.lengths)
         self.stream = torch.cat(out, 1) if len(out) > 1 else out[0]
@@ -62,14 +63,18 @@ def streamed_logits(
     continuations: Sequence[Tokens],
     *,
     tokens_at_once: int = TOKENS_AT_ONCE,
+    probe: Probe | None = None,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (row, first position, logits [n, V] float64) until every continuation token of every row has its logits.
 
     casts: used by this pass alone, emptied after each layer. recipe: one that computes everything in float64. A row
     without continuation yields nothing. Rows of like length run together, at most `tokens_at_once` tokens of them.
+    probe: told of every layer's every pass.
     """
     assert recipe == recipe.at_precision(DType.f64), "the stream is carried unrounded, which holds in float64 alone"
-    binder = Binder(casts.checkpoint.config, recipe, Weights(casts, recipe.semantics), NoProbe(), -1, "prefill")
+    binder = Binder(
+        casts.checkpoint.config, recipe, Weights(casts, recipe.semantics), probe or NoProbe(), -1, "prefill"
+    )
     sequences = {i: [*p, *c[:-1]] for i, (p, c) in enumerate(zip(prompts, continuations, strict=True)) if len(c)}
     groups = [_embedded(binder, rows, sequences) for rows in _grouped(sequences, tokens_at_once)]
     casts.drop()

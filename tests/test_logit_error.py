@@ -1,6 +1,7 @@
 """Logits beside float64: the oracle's own distance is none, others' is what plain definitions say, and who may ask."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,14 @@ from harness.compose import named_variant
 from harness.engines.loaded import shared_casts
 from harness.engines.local import LocalEngine, forced_logits
 from harness.engines.logits import log_softmax
-from harness.logit_error import compared, float64_logits, logit_errors
+from harness.logit_error import OWN_EXPERTS, compared, float64_logits, logit_errors
+from harness.probes import chain
+from harness.routing import Forcing
 from variants import decode
 from variants.errors import EngineError
+from variants.model import Model
 from variants.recipe import Semantics
+from variants.rounding import NoProbe, Probe
 from variants.weights import Casts
 
 NAMED = ("bf16_engine", "oracle")
@@ -64,12 +69,30 @@ def test_the_oracle_has_no_error_and_bf16_has_its_own() -> None:
     made = casts()
     exact, rounded = (engine(name, made) for name in ("oracle", "bf16_engine"))
     found = logit_errors(exact, {"bf16_engine": rounded}, prompt(9), 5)
-    assert list(found) == ["oracle", "bf16_engine"]
+    along = [f"{name}, {OWN_EXPERTS}" for name in found if OWN_EXPERTS not in name]
+    assert list(found) == ["oracle", along[0], "bf16_engine", along[1]]
+    assert max(found[along[0]].relative) < 1e-12
     assert max(found["oracle"].relative) < 1e-12
     assert found["oracle"].same_token == [True] * 5
     assert all(1e-4 < x < 0.2 for x in found["bf16_engine"].relative)
     alone = logit_errors(rounded, {}, prompt(9), 5)["bf16_engine"]
     assert alone.relative[0] == found["bf16_engine"].relative[0]  # before their tokens part
+
+
+def test_exchanged_experts_are_not_the_variants_error() -> None:
+    """Experts that a variant takes otherwise than float64 does are taken by float64 too: what is left is its rounding."""
+    made = casts()
+    engine_ = engine("oracle", made)
+    right = engine_.build
+
+    def swapping(*, probe: Probe | None = None, **more: Any) -> Model:
+        """At layer 1, token 3, experts 0 and 1, whatever the scores are."""
+        return right(probe=chain([Forcing({(1, 3): [0, 1]}), probe or NoProbe()]), **more)
+
+    engine_.build = swapping
+    found = logit_errors(engine_, {}, prompt(9), 4)
+    assert min(found["oracle"].relative) > 1e-6
+    assert max(found[f"oracle, {OWN_EXPERTS}"].relative) < 1e-12
 
 
 def test_semantics_are_the_variants_own() -> None:

@@ -10,6 +10,7 @@ import tiny
 import torch
 from torch import Tensor
 
+from harness import routing
 from harness.divergence import Cause, Divergence
 from harness.envelope import envelope
 from harness.forced_errors import Battery
@@ -184,6 +185,28 @@ def test_the_exchange_that_explains_a_margin_is_found() -> None:
     assert found is not None
     assert found.choice == c  # pyright: ignore[reportAttributeAccessIssue]
     assert search(c.gap / 2) is None
+
+
+def test_late_exchanges_are_tried_though_many_are_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt has more narrow choices than are tried; one at the last positions is tried all the same."""
+    tokens, right = base()
+    build, end = builder(odd()), len(PROMPT) + len(tokens) - 1
+    c = max((x for x in right.choices.values() if x.position == end - 1), key=lambda x: x.gap)
+    pair = (tokens[-1], tokens[-2])
+    logits = oracle_pass(build, PROMPT, tokens, ids=swap(c)).logits[-1]
+    margin = float(logits[pair[0]] - logits[pair[1]])
+    monkeypatch.setattr(routing, "MOST_SWAPS", 0)
+
+    def search(late: int) -> object:
+        def wanted(m: float) -> bool:
+            return abs(m - margin) < 1e-9
+
+        return explaining_swap(build, PROMPT, tokens, pair=pair, wanted=wanted, within=c.gap, late=late)
+
+    found = search(1)
+    assert found is not None
+    assert found.choice == c  # pyright: ignore[reportAttributeAccessIssue]
+    assert search(0) is None
 
 
 # --- what a judge makes of it (P18) ---
