@@ -23,6 +23,7 @@ from harness.text_table import text_table
 from variants.errors import EngineError, UsageError
 
 FLOORS = "floors"  # what against= names for the limits of a device
+LLAMA = "llama_server"  # and llama.cpp's server, in float32
 LIBRARY = {"transformers": "f32", "transformers_bf16": "bf16"}  # what against= may name, and the library's dtype
 
 CONTEXTS, PREFILLS, ALONE = (32, 8192), (64, 512, 2048), (1,)
@@ -31,10 +32,13 @@ TIMED = (EngineKind.local, EngineKind.transformers, EngineKind.vllm)  # engines 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Config):
-    """against: the library in float32 or bf16 (`LIBRARY`), a named variant, or `FLOORS`. steps: timed tokens of a run.
+    """against: the library in float32 or bf16 (`LIBRARY`), `LLAMA`, a named variant, or `FLOORS`.
+
+    steps: timed tokens of a run, with `LLAMA` of each answer.
 
     contexts, prefills, batches: of against=floors: tokens before a timed step, tokens of a prompt, and sequences that
-    decode together, where the engine runs several.
+    decode together, where the engine runs several. oracle_tokens: of a fused step's sequence, whose logits are held
+    against float64; 0 for none.
     """
 
     against: str = "transformers"
@@ -43,6 +47,7 @@ class Settings(Config):
     contexts: tuple[int, ...] = CONTEXTS
     prefills: tuple[int, ...] = PREFILLS
     batches: tuple[int, ...] = ALONE
+    oracle_tokens: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +57,12 @@ class Settings(Config):
         for name in ("runs", "steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: expected 1 or more")
+        fused = self.engine.kind is EngineKind.local and self.variant.execution.fused
+        if self.oracle_tokens < 0 or (self.oracle_tokens and not (self.against == FLOORS and fused)):
+            raise UsageError(
+                f"oracle_tokens={self.oracle_tokens}: expected 0 or more, with against=floors and a fused step "
+                "(variant=fast_decode)"
+            )
         given = (tuple(self.contexts), tuple(self.prefills), tuple(self.batches))  # a list where it was composed
         if self.against != FLOORS and given != (CONTEXTS, PREFILLS, ALONE):
             raise UsageError("contexts, prefills and batches are read by against=floors alone")
@@ -97,9 +108,16 @@ def _timed(config: Settings, golden: Golden, row: Run) -> list[Pairs]:
     if found := observe_engine(engine, golden, row):
         raise EngineError(f"what ran is not what was declared: {found[0]}")
     steps = config.steps + WARM_UP
-    ours, theirs = VariantSide(engine.model, steps=steps), _other(config, engine, steps)
+    ours = VariantSide(engine.model, steps=steps)
     prompts = golden.prompts
     runs = tracked("runs", range(config.runs), config.runs)
+    if config.against == LLAMA:
+        from harness.paired_llama import LlamaSide, timed_in_blocks
+
+        longest = max(map(len, prompts)) + steps
+        with LlamaSide(checkpoint_folder(config.model.path), length=longest) as server:
+            return [timed_in_blocks(ours, server, prompts[i % len(prompts)], steps=config.steps) for i in runs]
+    theirs = _other(config, engine, steps)
     return [timed(ours, theirs, prompts[i % len(prompts)], steps=config.steps) for i in runs]
 
 
@@ -118,13 +136,13 @@ def _record(config: Settings, runs: list[Pairs]) -> dict[str, object]:
 
 def _text(config: Settings, runs: list[Pairs]) -> str:
     head = ("run", config.label, config.against, "ratio", "by processor time", "same token")
+    unit = "answers" if config.against == LLAMA else "steps"
     rows: list[list[object]] = []
     for number, run in enumerate(runs):
-        wall, cpu = (Spread.of(x[:, 1] / x[:, 0]) for x in (run.wall_s, run.cpu_s))
+        ratios = [_ratio(Spread.of(x[:, 1] / x[:, 0])) for _, x in run.clocks()]
         ours, theirs = (f"{1e3 * Spread.of(run.wall_s[:, side]).median:.2f} ms" for side in (0, 1))
-        agreed = f"{run.agreed}/{len(run.wall_s)}"
-        rows.append([number, ours, theirs, _ratio(wall), _ratio(cpu), agreed])
-    return "\n".join([text_table(head, rows), "medians over steps; ratio: step by step, its 5th to 95th percentile"])
+        rows.append([number, ours, theirs, *(*ratios, "-")[:2], f"{run.agreed}/{run.compared}"])
+    return "\n".join([text_table(head, rows), f"a token; medians over {unit}; ratio: pairwise, 5th to 95th percentile"])
 
 
 def _ratio(spread: Spread) -> str:

@@ -2,21 +2,29 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from experiments.bench import ALONE, Settings
 from experiments.gate import announced
 from experiments.words import Flags
 from harness import strict_json
+from harness.compose import named_variant
 from harness.config import DeviceKind
 from harness.engines.local import LocalEngine
-from harness.floors import Floors, measured
+from harness.floors import PROMPT, Floors, measured
 from harness.ledger import Ledger
+from harness.logit_error import HEADER, LogitError, logit_errors
 from harness.measure import Rate
 from harness.numerics import check_device, policy
 from harness.provenance import environment
 from harness.roofline_plot import roofline
 from harness.text_table import text_table
 from variants.errors import UsageError
+
+PLAIN = "bf16_engine"  # what the fused step is told beside: the same roundings by the library's products
+TOLD = "mean over tokens (largest); float64 weights were held a layer at a time"
 
 
 def run(config: Settings, flags: Flags) -> int:
@@ -31,14 +39,28 @@ def run(config: Settings, flags: Flags) -> int:
         with policy(config.device, tf32=engine.recipe.tf32, reduced_sums=engine.recipe.reduced_sums):
             found = measured(engine, steps=config.steps, contexts=config.contexts, prefills=config.prefills,
                              seed=config.seed)  # fmt: skip
+            apart = _beside_float64(config, engine)
         record = _record(found)
+        if apart:
+            told = {name: error.record() for name, error in apart.items()}
+            record["detail"]["bench"]["float64"] = {"prompt": PROMPT, **told}
         row.finish(record)
     reports = Path(config.results) / "reports"
     reports.mkdir(parents=True, exist_ok=True)
     figure = reports / f"roofline-{row.run_id}.png"
     roofline(found, engine.casts.checkpoint.config).savefig(figure, dpi=120)
-    print(strict_json.dumps({"run_id": row.run_id, **record}).decode() if flags.json else _text(found, figure))
+    print(strict_json.dumps({"run_id": row.run_id, **record}).decode() if flags.json else _text(found, apart, figure))
     return 0
+
+
+def _beside_float64(config: Settings, engine: LocalEngine) -> dict[str, LogitError]:
+    """Nothing unless asked for: the float64 model is run a layer at a time."""
+    if not config.oracle_tokens:
+        return {}
+    random = torch.Generator().manual_seed(config.seed)
+    prompt = torch.randint(3, engine.casts.checkpoint.config.vocab_size, (PROMPT,), generator=random).tolist()
+    plain = LocalEngine(engine.casts, named_variant(PLAIN), name=PLAIN, device=engine.device)
+    return logit_errors(engine, {PLAIN: plain}, prompt, config.oracle_tokens)
 
 
 def _check(config: Settings) -> None:
@@ -48,7 +70,7 @@ def _check(config: Settings) -> None:
         raise UsageError("batches is not read with a fused step, which runs one sequence; choose variant=paged_engine")
 
 
-def _record(found: Floors) -> dict[str, object]:
+def _record(found: Floors) -> dict[str, Any]:
     first, longest = found.decode[min(found.decode)], max(found.prefill)
     t = found.prefill[longest]
     decode = Rate(median=1e3 / first.median, low=1e3 / first.high, high=1e3 / first.low,
@@ -61,7 +83,7 @@ def _record(found: Floors) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _text(found: Floors, figure: Path) -> str:
+def _text(found: Floors, apart: dict[str, LogitError], figure: Path) -> str:
     launches = [[r["launch"], r["count"], f"{r['us']:.2f}", f"{r['floor_us']:.2f}", f"{r['share']:.2f}"]
                 for r in found.launches]  # fmt: skip
     decode = [[n, f"{1e3 / t.median:.1f}", f"{t.median:.3f}", f"{found.floor_ms(n):.3f}",
@@ -76,5 +98,6 @@ def _text(found: Floors, figure: Path) -> str:
         text_table(("prefill", "ms", "5 to 95 %", "tok/s"), prefill),
         f"ceilings: copy {c.copy_gb_s:.0f} GB/s, read {c.read_gb_s:.0f} GB/s, bf16 {c.bf16_tflop_s:.0f} TFLOP/s; "
         f"weights {found.weights_bytes / 1e9:.2f} GB, peak {found.peak_bytes / 1e9:.2f} GB",
+        *([text_table(HEADER, [[n, *e.cells()] for n, e in apart.items()]), TOLD] if apart else []),
         f"roofline: {figure}",
     ])  # fmt: skip

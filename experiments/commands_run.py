@@ -192,6 +192,7 @@ RUN: tuple[Command, ...] = (
             "against=floors  device=cuda: a fused step's launches, decode and prefill beside\n"
             "  what the device's memory allows; contexts=[32,8192] prefills=[64,512,2048]\n"
             "  variant=paged_engine batches=[1,8,64], engine=transformers, engine=vllm: rates\n"
+            "  oracle_tokens=16  the fused step's logits against float64, a layer at a time\n"
             "steps=96   timed tokens of a run, after 8 that are in no figure\n"
             "runs=3     each on another prompt of golden=G\n"
             "device.threads=1  is what small models want"

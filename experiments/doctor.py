@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import platform
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -74,9 +75,21 @@ def _packages() -> list[Finding]:
             findings.append((name, version(name), 0))
         except PackageNotFoundError:
             findings.append((name, "not installed", DeviceError.exit_code if name in NEEDED else 0))
+    findings.append(("c++", _compiler(), 0))
     if importlib.util.find_spec("fla"):
         findings.append(("fla", "installed; transformers on the cpu cannot run beside it and is kept from it", 0))
     return findings
+
+
+def _compiler() -> str:
+    """What compiles impl native, by its own words, or that there is none."""
+    from variants.ops.native_library import compiler
+
+    try:
+        said = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    except DeviceError:
+        return "no compiler: impl native cannot run"
+    return next(iter(said.splitlines()), "it does not say")
 
 
 def _devices() -> list[Finding]:

@@ -25,6 +25,7 @@ from harness.golden import Golden, load_golden
 from harness.ledger import Ledger, Run
 from harness.ledger_read import read_row
 from harness.numerics import check_device, policy
+from harness.parts import part, recorded
 from harness.pregate import check_vocabulary
 from harness.provenance import environment
 from harness.report import gate_table, text
@@ -52,8 +53,12 @@ def run(config: Config, flags: Flags) -> int:
         job = Job(row=row)
         flags.results.append(job)
         check_device(config.device)
-        with policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums):
+        with (
+            recorded() as parts,
+            policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums),
+        ):
             job.result = _gate(config, row)
+        row.add({"detail": {"seconds": parts.record()}})
         row.finish(job.result.record())
     if flags.many and not flags.json:
         print(f"{config.label}: {job.result.agreement.matched}/{job.result.agreement.total}", file=sys.stderr)
@@ -137,6 +142,7 @@ def with_gaps(golden: Golden, engine: Engine) -> Golden:
     return golden if recorded is None else replace(golden, recorded=recorded)
 
 
+@part("watched pass")
 def observe_engine(engine: LocalEngine, golden: Golden, row: Run) -> tuple[str, ...]:
     """Record what really runs at each site; returns what in it is not what the recipe declares."""
     observed = engine.observed(golden.prompts[0])

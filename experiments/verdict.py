@@ -24,6 +24,7 @@ from harness.golden_model import is_made_of
 from harness.ledger import Ledger, Run
 from harness.numerics import check_device, policy
 from harness.oracle import Forced
+from harness.parts import part, recorded
 from harness.pregate import check_vocabulary
 from harness.shared_code import INSTRUMENT as DEFINITION
 from harness.verdict import RunClass, Verdict
@@ -74,15 +75,18 @@ def run(config: Settings, flags: Flags) -> int:
     with Ledger(Path(config.results) / "ledger").begin(announced(config, flags, "verdict")) as row:
         check_device(config.device)
         with (
+            recorded() as parts,
             policy(config.device, tf32=config.variant.tf32, reduced_sums=config.variant.reduced_sums),
             ExitStack() as stack,
         ):
             verdict, gate = _judged(config, row, stack)
+        row.add({"detail": {"seconds": parts.record()}})
         row.finish(gate.record() | {"verdict": verdict.record(), "expected": verdict.figures.get("expected")})
     if flags.json:
-        print(strict_json.dumps({"run_id": row.run_id, **verdict.record()}).decode())
+        told = {"run_id": row.run_id, **verdict.record(), "seconds": parts.record()}
+        print(strict_json.dumps(told).decode())
     else:
-        print(text(config, verdict, gate))
+        print(text(config, verdict, gate, parts.line()))
     bad = verdict.run_class in (RunClass.defect, RunClass.suspect, RunClass.invalid)
     return DEFECT if bad and "fail" in flags.values else 0
 
@@ -97,7 +101,8 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
     if config.noise is not None:
         raise UsageError(f"noise={config.noise} has no effect: this engine's own noise is measured; leave it out")
     folder = checkpoint_folder(config.model.path)
-    casts = shared_casts(str(folder), config.model.sha256, config.device.torch_name)
+    with part("load"):  # of the model beside an engine that has none of ours
+        casts = shared_casts(str(folder), config.model.sha256, *config.device.names)
     stack.callback(casts.drop)
     calibration = _calibration(config, casts)
     row.add({"model_hash": engine.info.model_sha256})
@@ -175,7 +180,7 @@ def _oracle(config: Settings, golden: Golden) -> Casts | None:
     """The checkpoint, where its weights are those that the golden says it was made of."""
     if not is_made_of(golden, config.model):
         return None
-    return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, config.device.torch_name)
+    return shared_casts(str(checkpoint_folder(config.model.path)), config.model.sha256, *config.device.names)
 
 
 def _taken_for(config: Settings, model: ModelConfig) -> Recipe:
@@ -224,8 +229,8 @@ def _teacher_forced(golden: Golden, chosen: object) -> dict[str, int]:
     return {"matched": int(((tokens == chosen) & there).sum()), "total": int(there.sum())}
 
 
-def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
-    """The verdict for a terminal: the line first, then where, the score against what was expected, the divergences."""
+def text(config: Settings, verdict: Verdict, gate: GateResult, took: str) -> str:
+    """The verdict for a terminal: the line first, then the score against what was expected, divergences, the time."""
     a, f = gate.agreement, verdict.figures
     lines = [f"{verdict.run_class.value}  {config.label}: {verdict.reason}"]
     shared = any(x.instrument == DEFINITION for x in verdict.findings)
@@ -252,7 +257,7 @@ def text(config: Settings, verdict: Verdict, gate: GateResult) -> str:
         head = "divergences, teacher-forced on the golden's prefix:" if forced else "first divergences:"
         head = f"{head[:-1]}, causes by the same faulty code:" if shared else head
         lines += ["", head, *(f"  {d.reason}" for d in verdict.divergences), *_far(f.get("far"))]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", took])
 
 
 def _expected(matched: int, e: object) -> str:

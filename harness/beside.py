@@ -16,6 +16,7 @@ from harness.envelope import Envelope, envelope
 from harness.expected import ExpectedScore, ends_at, expected_score
 from harness.forced_errors import Battery
 from harness.golden_data import Golden
+from harness.parts import part
 from harness.shared_code import SecondOpinion, sound_oracle
 from harness.verdict_semantics import other_meanings
 from variants.dtypes import DType
@@ -83,7 +84,8 @@ def stand_beside(
     opinion = sound_oracle(casts, declared, battery)
 
     def walked(recipe: Recipe, salt: int) -> Envelope:
-        return envelope(recipe, casts, battery, members=members, seed=seed + salt)
+        with part("envelope"):
+            return envelope(recipe, casts, battery, members=members, seed=seed + salt)
 
     def level(recipe: Recipe, salt: int) -> Level:
         return Level(casts=casts, battery=battery, recipe=recipe, own=walked(recipe, salt))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from harness.forced_errors import groups
 from harness.golden_data import ENDED, Golden
+from harness.parts import part
 from harness.progress import progress
 from harness.rounding_noise import member, stream
 from harness.significance import Interval, Spread, next_run_p, prediction
@@ -85,6 +86,7 @@ class ExpectedScore:
         }
 
 
+@part("expected score")
 def expected_score(
     recipe: Recipe, casts: Casts, golden: Golden, *, members: int = 8, seed: int = 0, stop_at: int | None = None
 ) -> ExpectedScore:

@@ -19,7 +19,8 @@ from harness.engines.local import LocalEngine
 from variants import decode
 from variants.axes import Graph
 from variants.errors import EngineError
-from variants.fused import FusedStep, fused_step
+from variants.fused import FusedStep
+from variants.fused_step import fused_step
 from variants.model import Model
 from variants.state import State
 
@@ -78,6 +79,7 @@ def measured(engine: LocalEngine, *, steps: int, contexts: Sequence[int], prefil
     model = engine.model
     state = _same(engine, prompt, steps, longest=max(contexts) + 2 * steps)
     step = fused_step(model, state, 0, model._steps)
+    assert isinstance(step, FusedStep)
     with torch.inference_mode():
         for latent in state.latent.values():  # what a longer context holds; zeros would be timed as nothing else is
             latent.normal_(generator=torch.Generator(device).manual_seed(seed))

@@ -15,6 +15,7 @@ from harness.golden_data import Bar, Golden
 from harness.ledger_schema import FIELDS
 from harness.measure import Timing, summarize
 from harness.memory import PeakMemory, peak_memory
+from harness.parts import part
 from harness.pregate import check_answers, pregate
 from harness.rebless import environment_differs
 from harness.score import score
@@ -110,6 +111,7 @@ def part_of(golden: Golden, *, prompts: int = 0, tokens: int = 0) -> Golden:
     )
 
 
+@part("free run")
 def run_gate(
     golden: Golden,
     engine: Engine,

@@ -18,6 +18,7 @@ from harness.forced_errors import Battery
 from harness.inspect import Arm, exact_recipe, model_under
 from harness.local_replay import LocalReplay, Meaning, replays
 from harness.op_error import OpError
+from harness.parts import part
 from harness.signature import rows_hint
 from harness.verdict import Finding
 from variants.dtypes import DType, dtype_of
@@ -63,6 +64,7 @@ class Subject:
     named: Mapping[str, Recipe]
 
 
+@part("explaining")
 def explain(finding: Finding, subject: Subject) -> str | None:
     """What takes away a local replay's excess, as "explained by ...", or which rows it stays with; None for neither.
 

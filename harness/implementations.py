@@ -84,6 +84,18 @@ KERNELS = {
         "router_weights": "row_mix_triton.route",
         "routed": "row.experts",
     },
+    "native": {
+        "gemm": "native.linear",
+        "rms_norm": "native.rms_norm",
+        "o_norm": "native.gated_rms_norm",
+        "mlp_act": "native.silu_and_mul",
+        "shared_act": "native.silu_and_mul",
+        "short_conv": "native.short_conv",
+        "kda_core recurrent": "native.delta_rule",
+        "mla_core": "native.attention",
+        "router_weights": "native.route",
+        "routed": "native.experts",
+    },
     "fla": {
         "rms_norm": "fla_kernels.rms_norm",
         "o_norm": "fla_kernels.gated_rms_norm",

@@ -14,6 +14,7 @@ from harness.local_replay import LocalReplay, local_replay, merged
 from harness.lockstep import Stepper
 from harness.op_error import OpError
 from harness.oracle import oracle_recipe
+from harness.parts import part
 from harness.probes import Tap
 from harness.reach import long_enough
 from variants.decode import Sequences
@@ -151,6 +152,7 @@ def inspect_library(engine: TransformersEngine, casts: Casts, declared: Recipe, 
     )
 
 
+@part("local replay")
 def _replayed(arm: Arm, oracle: Callable[[Probe], Model], battery: Battery) -> LocalReplay:
     return local_replay(lambda tap: arm.make(battery, tap), oracle, arm.recipe, battery.prompts, battery.continuations)
 

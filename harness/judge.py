@@ -19,6 +19,7 @@ from harness.envelope import CANDIDATE, Envelope
 from harness.gaps import gap_ulp
 from harness.golden_data import ENDED, Golden
 from harness.lockstep import Stepper, walk_steppers
+from harness.parts import part
 from harness.probes import Passes, Tap
 from harness.routing import Adoption, Build, Choice, Route, adopted, explaining_swap, rounding_gap
 from variants.decode import single_pass
@@ -58,6 +59,7 @@ class Evidence:
     causal: bool = True
 
 
+@part("divergences")
 def divergences(evidence: Evidence) -> list[Divergence]:
     """Each place where the candidate's teacher-forced choice is not the golden's token, in order."""
     tokens = evidence.golden.tokens[0]

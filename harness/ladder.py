@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.lockstep import Stepper, Tokens, walk_steppers
+from harness.parts import part
 from harness.probes import Tap
 from variants.decode import Sequences
 from variants.dtypes import DType
@@ -120,6 +121,7 @@ def other_order(recipe: Recipe) -> Recipe:
     return replace(recipe, rules=rules, exceptions={})
 
 
+@part("ladder")
 def ladder(
     oracle: Callable[[Probe], Model],
     candidates: Mapping[DType, Make],

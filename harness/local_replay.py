@@ -7,6 +7,7 @@ one operation's own error, free of everything upstream, to be held against what 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -101,6 +102,7 @@ class _Comparison:
     def __init__(self, meaning: Meaning, tap: Passes) -> None:
         self.tap, self.done = tap, 0
         self.recipe, self.wanted = meaning.recipe, meaning.wanted
+        self.bound = cache(lambda place, phase: bounding_rule(meaning.recipe, place, phase))
         self.errors: dict[Key, OpError] = {}
         self.probe = Against(self._theirs, self._report, substitute=True)
         self.scores = Tap(lambda site, layer: site == "router_scores")
@@ -123,7 +125,7 @@ class _Comparison:
         if place[0] in INTEGER:
             self._choices(entry, place[1], mine, theirs.to(mine.device), step)
             return True
-        rule = bounding_rule(self.recipe, place, step.phase)
+        rule = self.bound(place, step.phase)
         entry.least = self._least_size(place)
         enter(entry, mine.double(), theirs.double().to(mine.device), rule=rule, step=step, site=place[0])
         return True

@@ -60,6 +60,8 @@ class Timing:
     """What a run's steps say. end_to_end_tok_s: all new tokens over all time, null unless every prefill was timed.
 
     prefill_tok_cpu_s, decode_tok_cpu_s: tokens per processor second, which other work of the machine hardly moves.
+    seconds: of steady prefills, of steady later steps and of first calls, by the clock ("wall") and, where it is known,
+    of the processor ("cpu").
     """
 
     prefill_tok_s: Rate
@@ -69,11 +71,13 @@ class Timing:
     end_to_end_tok_s: float | None
     first_seen: tuple[Step, ...]
     idle_steps: int
+    seconds: dict[str, dict[str, float]]
 
     def record(self) -> dict[str, object]:
         """The ledger's fields; what has no fixed field is under `detail.timing`."""
         apart = [{"batch": step.batch, "step": step.step, "seconds": step.seconds} for step in self.first_seen]
         detail = {"end_to_end_tok_s": self.end_to_end_tok_s, "idle_steps": self.idle_steps, "first_seen": apart}
+        detail["seconds"] = self.seconds
         detail |= {name: asdict(getattr(self, name)) for name in ("prefill_tok_cpu_s", "decode_tok_cpu_s")}
         rates = {"prefill_tok_s": asdict(self.prefill_tok_s), "decode_tok_s": asdict(self.decode_tok_s)}
         return {**rates, "detail": {"timing": detail}}
@@ -149,6 +153,7 @@ def timing_of(steps: Sequence[Step], *, decoded: int, prefilled: int) -> Timing:
     check_sum([step.tokens for step in decode], decoded)
     total_s = sum(step.seconds for step in steps)
     whole = len(prefill) == prefilled and bool(steps)
+    by_processor = _by_processor(steps)
     return Timing(
         prefill_tok_s=_rate(prefill),
         decode_tok_s=_rate(decode),
@@ -157,7 +162,15 @@ def timing_of(steps: Sequence[Step], *, decoded: int, prefilled: int) -> Timing:
         end_to_end_tok_s=sum(step.new_tokens for step in steps) / total_s if whole else None,
         first_seen=tuple(step for step in steps if step.first_seen),
         idle_steps=sum(step.tokens == 0 for step in decode),
+        seconds={"wall": _spent(steps), **({"cpu": _spent(by_processor)} if by_processor else {})},
     )
+
+
+def _spent(steps: Sequence[Step]) -> dict[str, float]:
+    spent = {"prefill": 0.0, "decode": 0.0, "first calls": 0.0}
+    for step in steps:
+        spent["first calls" if step.first_seen else "prefill" if step.step == PREFILL else "decode"] += step.seconds
+    return spent
 
 
 def _by_processor(steps: Sequence[Step]) -> list[Step]:

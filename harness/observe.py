@@ -156,7 +156,13 @@ def observe(recipe: Recipe, casts: Casts, prompt: Sequence[int], *, wrap: object
 
 @contextmanager
 def _launches(recipe: Recipe, dispatched: _Dispatched) -> Iterator[None]:
-    """Watch Triton's launches; a process that has not imported triton launches none."""
+    """Watch Triton's launches, of which a process that has not imported triton has none, and our CPU kernels' calls."""
+    if "native" in recipe.implementations:
+        from variants.ops import native_library
+
+        with native_library.watched(dispatched.launched):
+            yield
+        return
     if recipe.implementations == {"torch"} and "triton" not in sys.modules:
         yield
         return

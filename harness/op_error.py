@@ -1,10 +1,12 @@
 """The error of one operation, what rounding allows it, and where in a battery it is over that."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from harness.rounding_noise import last_place
 from variants.dtypes import narrowest_holding, ulp
 from variants.recipe import Place, Recipe, Rule
 from variants.rounding import Step
@@ -133,49 +135,66 @@ def inner_units(rule: Rule) -> float:
     return ELEMENTWISE_UNITS if rule.algorithm.startswith(ELEMENTWISE) else SUM_UNITS
 
 
-def allowed(rule: Rule, value: Tensor, *, usual: float = 0.0) -> Tensor:
+def allowed(rule: Rule, value: Tensor, *, usual: float = 0.0, square: Tensor | None = None) -> Tensor:
     """Mean square error that a rule allows at each element of `value` (float64): its last rounding (ties_to_even, so
     uniform in half a unit in the last place), and the rounding inside the operation at the value's typical size.
 
-    usual: mean square of the place's values so far; a small result of a sum errs as the sum's terms do.
+    usual: mean square of the place's values so far; a small result of a sum errs as the sum's terms do. square: of the
+    value, where it is known.
     """
-    square = value.square()
+    square = value.square() if square is None else square
     typical = torch.maximum(square.mean(-1, keepdim=True), square.mean()).clamp_min(usual)
     inner = (inner_units(rule) * rule.accum.unit_roundoff) ** 2 * typical
     if rule.output is None:
         return inner
-    stores = 2 if rule.algorithm.endswith("_twice") else 1
-    return stores * ulp(value, rule.output).square() / 12 + inner
+    places = last_place if value.is_contiguous() else ulp  # the same; a sum over another layout has other bits
+    stored = places(value, rule.output).square_()
+    if rule.algorithm.endswith("_twice"):
+        stored *= 2
+    return stored.div_(12).add_(inner)
 
 
 def enter(entry: OpError, mine: Tensor, theirs: Tensor, *, rule: Rule, step: Step, site: str) -> None:
     """Add one step's values, float64 and of one shape, to a place's error."""
-    finite, broken = _comparable(mine, theirs, step, site)
-    error, value = torch.where(finite, theirs - mine, 0.0), torch.where(finite, mine, 0.0)
+    rows, starts = _layout(theirs, step, site)
+    by_key = _by_key(theirs, step, site)
+    real = None if starts is None else real_tokens(step, rows[1], by_key=by_key)
     usual = max(entry.least, entry.value2 / entry.count if entry.count else 0.0)
-    square, allow = error.square(), allowed(rule, value, usual=usual).expand_as(error)
-    sums = torch.stack([square.sum(), value.square().sum(), allow.sum(), (error * value).sum(), broken.sum().double()])
-    error2, value2, allowed2, cross, bad = sums.tolist()
-    entry.count += error.numel()
+    broken: Tensor | None = None
+    if real is None and mine.is_contiguous() and theirs.is_contiguous():
+        square, allow, sums = _squares(theirs - mine, mine, rule, usual)
+    else:
+        sums = [math.nan]
+    if not all(map(math.isfinite, sums)):  # something is not finite, or is no token, and has to be left out
+        finite, broken = _comparable(mine, theirs, real, site)
+        square, allow, sums = _squares(
+            torch.where(finite, theirs - mine, 0.0), torch.where(finite, mine, 0.0), rule, usual
+        )
+    error2, value2, allowed2, cross = sums
+    entry.count += mine.numel()
     entry.error2, entry.value2 = entry.error2 + error2, entry.value2 + value2
     entry.allowed2, entry.cross = entry.allowed2 + allowed2, entry.cross + cross
-    entry.non_finite += int(bad)
-    rows, starts = _layout(square, step, site)
     ratio = (square.reshape(rows).sum(-1) / allow.reshape(rows).sum(-1).clamp_min(1e-300)).sqrt()
-    if bad:
+    if broken is not None and (bad := int(broken.sum())):
+        entry.non_finite += bad
         ratio = torch.where(broken.reshape(rows).any(-1), float("inf"), ratio)
     before = entry.over
-    note_positions(entry, ratio, starts, step, by_key=_by_key(theirs, step, site))
+    note_positions(entry, ratio, starts, step, by_key=by_key)
     if entry.over > before:
         entry.fits.add(narrowest_holding(theirs).name)
 
 
-def _comparable(mine: Tensor, theirs: Tensor, step: Step, site: str) -> tuple[Tensor, Tensor]:
-    """Which elements can be compared, and which are finite on one side alone; pads are neither."""
+def _squares(error: Tensor, value: Tensor, rule: Rule, usual: float) -> tuple[Tensor, Tensor, list[float]]:
+    """Squared errors, what is allowed of each, and the sums of error2, value2, allowed2 and cross."""
+    square, value2 = error.square(), value.square()
+    allow = allowed(rule, value, usual=usual, square=value2).expand_as(error)
+    return square, allow, torch.stack([square.sum(), value2.sum(), allow.sum(), (error * value).sum()]).tolist()
+
+
+def _comparable(mine: Tensor, theirs: Tensor, real: Tensor | None, site: str) -> tuple[Tensor, Tensor]:
+    """Which elements can be compared, and which are finite on one side alone; pads (not `real`) are neither."""
     here, there = torch.isfinite(mine), torch.isfinite(theirs)
     finite, broken = here & there, here != there
-    rows, starts = _layout(theirs, step, site)
-    real = None if starts is None else real_tokens(step, rows[1], by_key=_by_key(theirs, step, site))
     if real is None:
         return finite, broken
     lead = 1 if site in BY_TOKEN else 2

@@ -81,16 +81,23 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """One run: wall and processor seconds of each step, [steps, 2] with ours first, and steps that chose one token."""
+    """One run: wall and processor seconds of each step, [steps, 2] with ours first, and tokens that both sides chose.
+
+    cpu_s: None where the other side is another process. compared: how many tokens could have agreed.
+    """
 
     wall_s: np.ndarray
-    cpu_s: np.ndarray
+    cpu_s: np.ndarray | None
     agreed: int
+    compared: int
+
+    def clocks(self) -> list[tuple[str, np.ndarray]]:
+        return [("wall", self.wall_s), *([] if self.cpu_s is None else [("cpu", self.cpu_s)])]
 
     def record(self) -> dict[str, object]:
         """JSON-plain; ratio: theirs over ours of the same step, above 1 where ours is the faster."""
-        out: dict[str, object] = {"steps": len(self.wall_s), "agreed": self.agreed}
-        for name, seconds in (("wall", self.wall_s), ("cpu", self.cpu_s)):
+        out: dict[str, object] = {"steps": len(self.wall_s), "agreed": self.agreed, "compared": self.compared}
+        for name, seconds in self.clocks():
             ours, theirs = (asdict(Spread.of(1e3 * seconds[:, side])) for side in (0, 1))
             ratio = asdict(Spread.of(seconds[:, 1] / seconds[:, 0]))
             out[name] = {"ours_ms": ours, "theirs_ms": theirs, "ratio": ratio}
@@ -119,7 +126,7 @@ def timed(
         agreed += index >= WARM_UP and chosen[0] == chosen[1]
         token = chosen[0]
     wall, cpu = np.moveaxis(taken[WARM_UP:] / 1e9, -1, 0)
-    return Pairs(wall_s=wall, cpu_s=cpu, agreed=int(agreed))
+    return Pairs(wall_s=wall, cpu_s=cpu, agreed=int(agreed), compared=steps)
 
 
 def _now() -> tuple[int, int]:

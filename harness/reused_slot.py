@@ -14,6 +14,7 @@ from torch import Tensor
 
 from harness.engines.local import LocalEngine
 from harness.forced_errors import Battery
+from harness.parts import part
 from harness.reach import PAST
 from harness.verdict import Finding
 from variants.axes import Execution
@@ -50,6 +51,7 @@ class Reused:
         return [] if self.found is None else [self.found]
 
 
+@part("reused slot")
 def reused_slot(engine: LocalEngine, battery: Battery) -> Reused:
     """Run one group of prompts after the other under the engine's own recipe, and each in fresh slots."""
     run, model = engine.recipe.execution, engine.build()
@@ -174,7 +176,7 @@ class _Watch:
         self.see = lambda lengths, values: _hold(lengths, values, *next(left))
         try:
             logits = run(group)
-            if not all(_same(a, b) for a, b in zip(logits, fresh.logits, strict=True)):
+            if not all(same(a, b) for a, b in zip(logits, fresh.logits, strict=True)):
                 raise _DiffersError("logits in a used slot are not those in a fresh one, though what is carried is")
         except _NotEmptyError:
             raise
@@ -198,7 +200,7 @@ def _hold(lengths: list[int], values: Values, fresh_lengths: list[int], fresh: V
     if lengths != fresh_lengths:
         raise _DiffersError(f"used slots stand at {lengths} tokens where fresh ones stand at {fresh_lengths}")
     for (layer, store, row), x in values.items():
-        if not _same(x, fresh[layer, store, row]):
+        if not same(x, fresh[layer, store, row]):
             what = f"after {lengths[row]} tokens a used slot does not hold what a fresh one does"
             raise _DiffersError(*_at(layer, store, what))
 
@@ -208,6 +210,6 @@ def _at(layer: int, store: str, what: str) -> tuple[str, tuple[str, int]]:
     return told, (SITES[store], layer)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
     """Whether all values are the same, NaN and NaN too."""
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

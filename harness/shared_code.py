@@ -16,6 +16,7 @@ from harness.definition import Values, forward
 from harness.forced_errors import Battery
 from harness.inspect import make_oracle
 from harness.lockstep import walk_steppers
+from harness.parts import part
 from harness.probes import Passes, Place
 from harness.reach import long_enough
 from harness.verdict import Finding
@@ -58,6 +59,7 @@ class SecondOpinion:
         return [Finding(instrument=INSTRUMENT, reason=reason, site=site, layer=layer)]
 
 
+@part("definition")
 def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpinion:
     """The float64 model, run in the steps of `declared` with the checkpoint's own semantics, against the definition."""
     parameters = sum(t.numel() for t in casts.checkpoint.tensors.values())
@@ -69,13 +71,11 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
     alone = rows + ([] if longer is None else _rows(longer))
     few = min(TOGETHER, *(len(forced) for _, forced in rows))
     together = [(prompt, forced[:few]) for prompt, forced in rows]
+    parameter = lambda name: casts.checkpoint.tensors[name].cpu().double().numpy()  # noqa: E731
     first: dict[Place, float] = {}
     compared, largest = 0, 0.0
     for group in (*([row] for row in alone), *([together] if len(together) > 1 else [])):
-        told = [
-            forward(config, lambda name: casts.checkpoint.tensors[name].double().numpy(), [*prompt, *forced[:-1]])
-            for prompt, forced in group
-        ]
+        told = [forward(config, parameter, [*prompt, *forced[:-1]]) for prompt, forced in group]
         tap = Passes(lambda site, layer, told=told: (site, layer) in told[0])
         stepper = Sequences(make(tap), [prompt for prompt, _ in group], max(len(forced) for _, forced in group))
         for place, size in _differences(tap, stepper, told, [forced for _, forced in group]):
@@ -86,6 +86,7 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
     return SecondOpinion(compared=compared, largest=largest, departs=_earliest(first, config))
 
 
+@part("definition")
 def sound_oracle(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpinion:
     """As `second_opinion`, for a verdict on another engine: raises NeartieError where the oracle departs."""
     found = second_opinion(casts, declared, battery)

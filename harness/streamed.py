@@ -5,6 +5,7 @@ a model whose weights fill most of a device can still be judged on it. Every pos
 and forced tokens; in float64 that differs from the decode path by less than 1e-10 nats.
 """
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,26 +29,6 @@ ROWS_AT_ONCE = 32  # bounds recurrent states, which do not shrink with the row
 HEAD_AT_ONCE = 256  # positions of logits; 0.3 GB each time at 160 k tokens of vocabulary
 
 
-class OneLayer(Weights):
-    """Weights whose experts go into their stack one by one, so that all their casts are never held beside it."""
-
-    def experts(
-        self, prefix: str, leaves: tuple[str, ...], count: int, dtype: DType, *, operand: DType | None = None
-    ) -> Tensor:
-        names = [tuple(f"{prefix}.experts.{e}.{leaf}.weight" for leaf in leaves) for e in range(count)]
-        return self.casts.stack((prefix, leaves, dtype, operand), lambda: self._stacked(names, dtype, operand))
-
-    def _stacked(self, names: Sequence[tuple[str, ...]], dtype: DType, operand: DType | None) -> Tensor:
-        one = Weights(Casts(self.casts.checkpoint, device=self.casts.device), self.semantics)
-        stored = [self.casts.checkpoint.tensors[name] for name in names[0]]
-        shape = (len(names), sum(len(x) for x in stored), stored[0].shape[1])
-        stack = torch.empty(shape, dtype=dtype.torch, device=self.casts.device)
-        for out, group in zip(stack, names, strict=True):
-            out.copy_(one.cat(group, dtype, operand=operand))
-            one.casts.drop()
-        return stack
-
-
 @dataclass
 class Group:
     """Rows that run together: their indices, ids [B, W] filled up at the right, real lengths, residual stream."""
@@ -69,7 +50,7 @@ class Group:
             x = self.stream[:, start : start + piece]
             batch = state.batch(range(rows), [x.shape[1]] * rows, x.shape[1], str(x.device))
             out.append(layer(x, x, batch, state)[0])  # in float64 no sum is rounded: stored and unrounded are one
-            state.advance(batch)
+            state.advance(batch.slots, batch.lengths)
         self.stream = torch.cat(out, 1) if len(out) > 1 else out[0]
 
 
@@ -88,7 +69,7 @@ def streamed_logits(
     without continuation yields nothing. Rows of like length run together, at most `tokens_at_once` tokens of them.
     """
     assert recipe == recipe.at_precision(DType.f64), "the stream is carried unrounded, which holds in float64 alone"
-    binder = Binder(casts.checkpoint.config, recipe, OneLayer(casts, recipe.semantics), NoProbe(), -1, "prefill")
+    binder = Binder(casts.checkpoint.config, recipe, Weights(casts, recipe.semantics), NoProbe(), -1, "prefill")
     sequences = {i: [*p, *c[:-1]] for i, (p, c) in enumerate(zip(prompts, continuations, strict=True)) if len(c)}
     groups = [_embedded(binder, rows, sequences) for rows in _grouped(sequences, tokens_at_once)]
     casts.drop()
@@ -98,6 +79,7 @@ def streamed_logits(
         for group in groups:
             group.advance(layer, binder, tokens_at_once)
         del layer
+        gc.collect()  # a block holds its own methods, so nothing else lets its weights go
         casts.drop()
     head = Head(binder)
     for group in groups:

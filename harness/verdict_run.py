@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.calibration import ENVELOPE_P, Calibration, alone
+from harness.as_run import as_run, free_and_forced
+from harness.beyond_envelope import beyond, moderate, suspects
+from harness.calibration import Calibration
 from harness.compose import groups, named_variant
-from harness.divergence import Cause, Divergence, far
+from harness.divergence import far
 from harness.engines.local import LocalEngine
 from harness.engines.protocol import Scored
 from harness.engines.transformers_candidate import TransformersCandidate
 from harness.engines.transformers_engine import TransformersEngine
 from harness.engines.transformers_steps import TransformersStepper
-from harness.envelope import CANDIDATE, F64_FLOOR, Envelope, envelope
+from harness.envelope import CANDIDATE, Envelope, envelope
 from harness.expected import ExpectedScore, ends_at, expected_score
 from harness.forced_errors import Battery
 from harness.forced_values import Candidate, ModelCandidate
@@ -27,11 +29,11 @@ from harness.inspect import Inspection, inspect_closely, inspect_library, inspec
 from harness.judge import Evidence, divergences, noise_nats
 from harness.lockstep import Stepper
 from harness.oracle import Forced
+from harness.parts import part
 from harness.probes import Tap
 from harness.reused_slot import reused_slot
 from harness.shared_code import second_opinion, sound_oracle
 from harness.verdict import (
-    GROSS,
     Finding,
     Verdict,
     conclude,
@@ -47,11 +49,6 @@ from variants.weights import Casts
 
 Checked = LocalEngine | TransformersEngine
 EXPLAINED = 6  # sites at most whose first finding is explained
-
-
-CLOSER = 3  # prompts that are replayed again, whole, where their outputs are suspicious
-CLEARED_EXCESS = 0.7  # ln; correct runs stay within 0.25 of their envelope at every layer
-CLEARED_SIGMA = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +74,24 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     declared. Also returns the teacher-forced scores."""
     golden, config = question.golden, question.casts.checkpoint.config
     battery = Battery.of(golden)
-    scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
+    with part("forced tokens"):
+        scored = question.engine.score(golden.prompts, _continuations(golden), top_k=2)
     chosen = np.where(golden.tokens[0] == ENDED, ENDED, scored.top_ids[..., 0])
     invalid = gate.agreement.not_finite or scored.not_finite
     inspection = _inspect(question, battery)
     if invalid:
         made = non_finite_findings(inspection.replays)
         return conclude(made, (), invalid=invalid, bar_met=None, config=config), scored
-    findings, shared = _shared_code(question, battery)
+    findings, shared = _shared_code(question, battery, gate, chosen)
     whole, lengths = _envelope(question, battery, chosen)
     own = sampled(whole, lengths)
     reference = _reference(question, battery, chosen, whole)
     expected = _expected(question)
     findings += [Finding(instrument="observed", reason=line) for line in contradictions]
     findings += end_findings(gate.agreement)
-    outside = _outside(question, own)
+    outside = beyond(question.calibration, question.declared, own)
     found = divergences(_evidence(question, chosen, whole, reference))
-    findings += _inside(question, inspection) or _closer(question, inspection, _suspects(own, outside, found))
+    findings += _inside(question, inspection) or _closer(question, inspection, suspects(own, outside, found))
     findings += outside
     weak = cannot_discriminate(golden, noise_nats(own))
     verdict = conclude(
@@ -102,7 +100,7 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
         invalid=weak if weak and not findings else None,
         bar_met=gate.agreement.bar_met,
         config=config,
-        inspected=_moderate(own, found),
+        inspected=moderate(own, found),
         instruments=(*shared, "local_replay", "ladder", "envelope", "expected_score", "routing"),
         figures={
             **shared,
@@ -113,12 +111,18 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     return verdict, scored
 
 
-def _shared_code(q: Question, battery: Battery) -> tuple[list[Finding], dict[str, object]]:
+def _shared_code(
+    q: Question, battery: Battery, gate: GateResult, chosen: np.ndarray
+) -> tuple[list[Finding], dict[str, object]]:
     """What is wrong in code that all variants run, and what was looked at, by instrument; a library keeps no slots."""
     if not isinstance(q.engine, LocalEngine):
         return [], {"definition": sound_oracle(q.casts, q.declared, battery).record()}
-    reused, opinion = reused_slot(q.engine, battery), second_opinion(q.casts, q.declared, battery)
-    return [*reused.findings(), *opinion.findings()], {"definition": opinion.record(), "reused_slot": reused.record()}
+    ran, reused = as_run(q.engine, battery), reused_slot(q.engine, battery)
+    opinion = second_opinion(q.casts, q.declared, battery)
+    found = [*ran.findings(), *reused.findings(), *opinion.findings()]
+    found += free_and_forced(q.engine, q.golden, gate.generation.tokens, chosen)
+    records = {"definition": opinion, "reused_slot": reused, "as_run": ran}
+    return found, {name: instrument.record() for name, instrument in records.items()}
 
 
 def _expected(q: Question) -> ExpectedScore:
@@ -143,6 +147,7 @@ def _candidate(q: Question) -> Candidate:
     return TransformersCandidate(q.engine)
 
 
+@part("envelope")
 def _envelope(q: Question, battery: Battery, chosen: np.ndarray) -> tuple[Envelope, list[int]]:
     """The candidate's envelope over a sample and every prompt up to its last divergence, and the sample's lengths."""
     lengths = sampled_lengths(battery)
@@ -158,6 +163,7 @@ def _diverges(q: Question, chosen: np.ndarray) -> np.ndarray:
     return (chosen != q.golden.tokens[0]) & (chosen != ENDED)
 
 
+@part("envelope of the golden")
 def _reference(q: Question, battery: Battery, chosen: np.ndarray, own: Envelope) -> Envelope:
     """The envelope of an engine like the golden's, as far as each prompt's last divergence: it is asked there alone.
 
@@ -182,41 +188,17 @@ def _inside(q: Question, inspection: Inspection) -> list[Finding]:
     return [*_explained(q, inspection, found), *ladder_findings(inspection.ladder)]
 
 
-def _suspects(own: Envelope, outside: Sequence[Finding], found: Sequence[Divergence]) -> dict[int, int]:
-    """Up to CLOSER prompts, with the last position to look at, where outputs alone are suspicious."""
-    places = [(d.prompt, d.position) for d in found if d.cause is Cause.defect]
-    errors = own.table.parties[CANDIDATE].rms[0]
-    if outside or float(own.excess(errors).max()) >= CLEARED_EXCESS:
-        worst = int(np.argmax((errors / np.maximum(own.rms, F64_FLOOR * own.table.scale)).max(0)))
-        places.insert(0, tuple(own.table.positions[worst].tolist()))
-    last: dict[int, int] = {}
-    for prompt, position in places:
-        last[prompt] = max(position, last.get(prompt, 0))
-    return dict(list(last.items())[:CLOSER])
-
-
-def _closer(q: Question, inspection: Inspection, suspects: dict[int, int]) -> list[Finding]:
+def _closer(q: Question, inspection: Inspection, places: dict[int, int]) -> list[Finding]:
     """Local replay over whole prompts up to a suspicious position, which the sample may not have reached."""
     found: list[Finding] = []
-    for prompt, position in suspects.items():
-        part = Battery.of(q.golden).part([prompt], position + 1)
-        for rung, replay in inspect_closely(inspection, make_oracle(q.casts, q.declared), part).items():
+    for prompt, position in places.items():
+        whole = Battery.of(q.golden).part([prompt], position + 1)
+        for rung, replay in inspect_closely(inspection, make_oracle(q.casts, q.declared), whole).items():
             recipe = inspection.arms[rung].recipe
             found += replay_findings(replay, recipe=recipe, config=q.casts.checkpoint.config, rung=rung)
         if found:
             break
     return found
-
-
-def _moderate(own: Envelope, found: Sequence[Divergence]) -> bool:
-    """Whether what the outputs suggest is small enough for a clean replay to clear it.
-
-    Members are few and their tails heavy. But the replay runs the same functions of ours as the candidate, so a fault
-    that both share leaves it clean: an error far beyond the envelope is a defect all the same.
-    """
-    excess = own.excess(own.table.parties[CANDIDATE].rms[0])
-    unlikely = [d.candidate.z(d.margin) for d in found if d.cause is Cause.defect]
-    return float(excess.max()) < CLEARED_EXCESS and max(unlikely, default=0.0) < CLEARED_SIGMA
 
 
 def _explained(q: Question, inspection: Inspection, found: Sequence[Finding]) -> list[Finding]:
@@ -233,24 +215,6 @@ def _named(q: Question) -> dict[str, Recipe]:
     """The named variants, that of the library first: it holds every rounding point of a real engine."""
     names = sorted(groups()["variant"], key=lambda n: n != "transformers_mirror")
     return {n: resolve(named_variant(n), q.casts.checkpoint.config) for n in names}
-
-
-def _outside(q: Question, own: Envelope) -> list[Finding]:
-    """An error beyond the envelope at a layer's output: too unlikely, corrected for the number of layers, or gross.
-
-    From few members or few places no p is small, however large the error is.
-    """
-    errors = own.table.parties[CANDIDATE].rms[0]
-    known = q.calibration is not None and q.calibration.covers(q.declared)
-    found = q.calibration.judge(q.declared, own, errors) if q.calibration and known else alone(own, errors)
-    excess = own.excess(errors)
-    if found.p.min() >= ENVELOPE_P and excess.max() < GROSS:
-        return []
-    jump = int(np.argmax(np.diff(excess, prepend=0.0)))  # where the error rises most, not where it is first seen
-    site, layer = own.places[jump]
-    size = f"error e^{excess[jump]:+.2f} of the envelope of its recipe, smallest p {found.p.min():.1e}"
-    reason = f"layer {layer} output: {size}"
-    return [Finding(instrument="envelope", reason=reason, layer=layer if site == "mlp_residual" else None)]
 
 
 def _evidence(q: Question, chosen: np.ndarray, own: Envelope, reference: Envelope) -> Evidence:

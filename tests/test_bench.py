@@ -14,6 +14,7 @@ from experiments.bench import LIBRARY
 from experiments.cli import main
 from harness.ledger import Ledger
 from harness.paired import WARM_UP, Pairs, VariantSide, rate_of, timed
+from harness.paired_llama import BLOCKS
 from variants import decode
 from variants.axes import Gemm, Stream
 
@@ -58,6 +59,7 @@ def test_each_side_is_charged_its_own_steps() -> None:
     """Seconds of both clocks go to the side that ran; the warm-up, fifty times as slow, is in no figure."""
     run, _ = pairs(1000, 3000)
     assert np.array_equal(run.wall_s, np.tile([1e-6, 3e-6], (6, 1)))
+    assert run.cpu_s is not None
     assert np.array_equal(run.cpu_s, np.tile([0.5e-6, 1.5e-6], (6, 1)))
     record = json.loads(json.dumps(run.record()))
     assert record["wall"]["ratio"] == {"median": pytest.approx(3), "low": pytest.approx(3), "high": pytest.approx(3)}
@@ -108,6 +110,7 @@ def test_two_variants_are_timed_on_real_steps() -> None:
     run = timed(sides[0], sides[1], prompt(4), steps=3)
     assert run.agreed == 3
     assert (run.wall_s > 0).all()
+    assert run.cpu_s is not None
     assert run.wall_s.shape == run.cpu_s.shape == (3, 2)
 
 
@@ -173,3 +176,14 @@ def test_kernels_times_are_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (made["experiment"], made["status"], failed["status"]) == ("bench_kernels", "ok", "failed")
     assert made["detail"]["kernels"] == {"rows": figures, "sweep": True}
     assert made["environment"]["device"] == "cpu"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="llama.cpp is optional")
+def test_llama_answers_whole_and_in_turn(tmp_path: Path, capsys: Captured) -> None:
+    """Its server chooses the same tokens in float32; there is a wall clock alone, and every token is compared."""
+    row = benched(tmp_path, "variant=f32_native", "against=llama_server")
+    (found,) = row["detail"]["bench"]["runs"]
+    assert (found["steps"], found["agreed"], found["compared"]) == (BLOCKS, BLOCKS * 10, BLOCKS * 10)
+    assert found["wall"]["ratio"]["median"] > 0
+    assert "cpu" not in found
+    assert "60/60" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from variants.checkpoint_names import EMBEDDING, HEAD, is_float32_parameter
 from variants.checkpoint_write import random_checkpoint, write_checkpoint
 from variants.errors import DeviceError, InputError, UsageError
 from variants.model_config import LayerKind, ModelConfig
+from variants.placement import one
 
 ASSETS = Path(__file__).parents[1] / "assets"
 SHIPPED = ASSETS / "kimi-linear-12m"
@@ -283,4 +284,4 @@ def test_a_directory_with_weights_and_a_device_that_is_absent_are_refused(tmp_pa
     with pytest.raises(UsageError, match="holds weights already"):
         write_checkpoint(tiny, tmp_path, max_shard_bytes=1000)
     with pytest.raises(DeviceError, match="device 'nonsense' cannot be used"):
-        load_checkpoint(tmp_path, device="nonsense")
+        load_checkpoint(tmp_path, placement=one("nonsense"))

@@ -46,6 +46,7 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 from variants.checkpoint import load_checkpoint
+from variants.placement import one
 
 def resident_bytes(field):
     line = next(line for line in open("/proc/self/status") if line.startswith(field))
@@ -56,7 +57,7 @@ before, growth = resident_bytes("VmRSS"), []
 if sys.argv[4] == "whole-files":
     held = [file.read_bytes() for file in path.glob("*.safetensors")]
 for _ in range(loads):
-    checkpoint = load_checkpoint(path, device=device)
+    checkpoint = load_checkpoint(path, placement=one(device))
     growth.append(resident_bytes("VmHWM") - before)
     del checkpoint
 print(json.dumps(growth))

@@ -57,7 +57,7 @@ def test_a_token_of_the_48b_geometry_reads_what_the_campaign_counted() -> None:
 def test_what_is_read_together_lies_together() -> None:
     """Joining neighbours copies nothing; tensors apart, or in another order, are copied to the same values."""
     made = random_checkpoint(ODD, seed=3)
-    for names in groups(ODD):
+    for names in groups(ODD, made.tensors):
         parts = [made.tensors[n] for n in names]
         assert beside(parts)
         assert joined(parts).data_ptr() == parts[0].data_ptr()

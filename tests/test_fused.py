@@ -13,7 +13,8 @@ from experiments.cli import main
 from harness.compose import named_variant
 from variants.axes import Graph, Impl, SiteOverride, Store, Variant
 from variants.errors import DeviceError, UsageError
-from variants.fused import fused_step
+from variants.fused import FusedStep
+from variants.fused_step import fused_step
 from variants.model import Model
 from variants.model_config import ModelConfig
 from variants.ops import row_mix_triton, row_triton
@@ -79,6 +80,7 @@ def test_the_device_chooses_what_the_host_would_and_goes_on() -> None:
     model, plain = build(variant(fused=True), made), build(variant(fused=False), made)
     state, other = begun(model, 19), begun(plain, 19)
     step = fused_step(model, state, 1, model._steps)
+    assert isinstance(step, FusedStep)
     step.begin(torch.tensor([5]), 19)
     step.run(2)
     token, wanted = 5, []

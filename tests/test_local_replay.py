@@ -148,14 +148,18 @@ def test_only_the_faulty_operation_errs() -> None:
 
 
 def test_a_value_that_is_not_finite_is_of_the_operation_that_made_it() -> None:
-    """A NaN spreads over all that follows, and is held against the one place where it came from."""
+    """A NaN spreads over all that follows, and is held against the one place where it came from.
+
+    In float32: at these odd widths some libraries' bf16 products reach into the next row, whose NaN is then really
+    made of numbers.
+    """
 
     def break_one(x: Tensor) -> Tensor:
         y = x.clone()
         y[1, 0, 3] = float("nan")
         return y
 
-    found = tiny_replay(BF16, (("post_attn_norm", 1), break_one))
+    found = tiny_replay(F32, (("post_attn_norm", 1), break_one))
     assert {key[:2] for key in found.excess()} == {("post_attn_norm", 1)}
     error = found.errors[("post_attn_norm", 1, "prefill")]
     assert (error.non_finite, error.first, error.rows) == (1, (1, 0), {1})

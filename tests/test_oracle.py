@@ -1,16 +1,15 @@
 """The float64 oracle: one pass that equals the decode path, one layer in memory at a time, a cache that cannot lie."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from harness import oracle as module
-from harness import streamed
 from harness.compose import named_variant
 from harness.engines.assets import checkpoint_folder
 from harness.engines.local import forced_logits, shared_casts
@@ -102,14 +101,18 @@ def test_pieces_and_groups_change_nothing(checkpoint: Checkpoint, forced: Forced
 
 
 class Watched(Casts):
-    """Casts that remember the most that all of them held together."""
+    """Casts that remember the most that they held together, and how many outlived each `drop`."""
 
-    alive: ClassVar[list["Watched"]] = []
-    peak: ClassVar[int] = 0
+    peak = 0
 
-    def __init__(self, checkpoint: Checkpoint, *, device: str = "cpu") -> None:
-        super().__init__(checkpoint, device=device)
-        self.alive.append(self)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.left: list[int] = []
+
+    def drop(self) -> None:
+        super().drop()
+        self.left.append(sum(ref() is not None for ref in self.made))
 
     def cast(self, *args: object, **kwargs: object) -> torch.Tensor:
         return self._seen(super().cast(*args, **kwargs))  # pyright: ignore[reportArgumentType]
@@ -118,32 +121,29 @@ class Watched(Casts):
         return self._seen(super().stack(*args, **kwargs))  # pyright: ignore[reportArgumentType]
 
     def _seen(self, made: torch.Tensor) -> torch.Tensor:
-        Watched.peak = max(Watched.peak, sum(casts.nbytes for casts in self.alive))
+        self.made.append(weakref.ref(made))
+        self.peak = max(self.peak, self.nbytes)
         return made
 
 
-def bytes_of_parts(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Bytes in float64 of the largest of a layer, the embedding and the head with the final norm; of one expert."""
+def largest_part(checkpoint: Checkpoint) -> int:
+    """Bytes in float64 of the largest of a layer, the embedding and the head with the final norm."""
     config, tensors = checkpoint.config, checkpoint.tensors
     layers = [f"model.layers.{i}." for i in range(config.num_layers)]
     parts = [[n for n in tensors if n.startswith(p)] for p in layers] + [[EMBEDDING], [HEAD, "model.norm.weight"]]
     sizes = [sum(tensors[n].numel() for n in part) * 8 for part in parts]
-    return max(sizes), 3 * config.hidden_size * config.moe_intermediate_size * 8
+    return max(sizes)
 
 
-def test_holds_one_layer_at_a_time(checkpoint: Checkpoint, forced: Forced, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Casts never take more than the largest layer and one expert in float64, under a quarter of the model."""
-    monkeypatch.setattr(Watched, "alive", [])
-    monkeypatch.setattr(Watched, "peak", 0)
-    monkeypatch.setattr(streamed, "Casts", Watched)
+def test_holds_one_layer_at_a_time(checkpoint: Checkpoint, forced: Forced) -> None:
+    """Casts never take more than the largest layer in float64, under a quarter of the model, and no expert twice."""
     casts = Watched(checkpoint)
     for _ in streamed_logits(casts, oracle_recipe(checkpoint.config), forced.prompts, forced.continuations):
         pass
-    layer, expert = bytes_of_parts(checkpoint)
-    assert layer / 2 < Watched.peak <= layer + expert
-    assert Watched.peak < sum(t.numel() for t in checkpoint.tensors.values()) * 8 / 4
-    assert len(Watched.alive) > 1  # the casts of single experts were seen too
-    assert sum(c.nbytes for c in Watched.alive) == 0
+    assert largest_part(checkpoint) / 2 < casts.peak <= largest_part(checkpoint)
+    assert casts.peak < sum(t.numel() for t in checkpoint.tensors.values()) * 8 / 4
+    assert casts.nbytes == 0
+    assert casts.left[:-1] == [0] * (checkpoint.config.num_layers + 1)  # the head stands until the last row is told
 
 
 def test_leads_ranks_and_gaps_follow_from_logprobs(oracle: Oracle, forced: Forced) -> None:

@@ -113,7 +113,7 @@ def hashes(owned: State) -> list[str]:
     def of(slots: int, pages: list[int]) -> str:
         rows = [x[slots] for n in SLOTTED for x in getattr(owned, n).values()]
         rows += [x[pages] for n in PAGED for x in getattr(owned, n).values()]
-        return hashlib.sha256(b"".join(x.numpy().tobytes() for x in rows)).hexdigest()
+        return hashlib.sha256(b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in rows)).hexdigest()
 
     return [of(s, owned.tables[s]) for s in range(len(owned.length))] + [of(NOBODY, [owned.pages])]
 

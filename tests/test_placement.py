@@ -102,10 +102,11 @@ def test_what_cannot_be_placed_is_refused() -> None:
     assert DeviceChoice(kind=DeviceKind.cuda, index=1, pipeline=2).names == ("cuda:1", "cuda:2")
 
 
-def test_a_fused_step_is_on_one_device() -> None:
-    """Its buffers have one home; the refusal says what would work."""
+@pytest.mark.parametrize("name", ["fast_decode_fused", "paged_engine_graph"])
+def test_a_fused_step_and_a_graph_are_on_one_device(name: str) -> None:
+    """Their buffers have one home; the refusal says what would work."""
     from harness.compose import named_variant
 
     made = Casts(random_checkpoint(DEEP, seed=2), placement=spread(DEEP, ["cpu", "cpu"]))
     with pytest.raises(UsageError, match=r"set device.pipeline=1"):
-        LocalEngine(made, named_variant("fast_decode_fused"), name="fused")
+        LocalEngine(made, named_variant(name), name="x")

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tiny import ODD, build, casts, oracle, plain, prompt
+from tiny import ODD, Watcher, build, casts, every_logit, oracle, plain, prompt
 from torch import Tensor
 
 from variants import decode
-from variants.axes import Gemm, Stream, Variant
+from variants.axes import Gemm, NormAxes, NormVariance, Stream, Variant
 from variants.dtypes import DType, dtype_of, narrowest_holding
 from variants.recipe import Recipe, Rule, resolve
 from variants.rounding import NoProbe, RoundAt, Step, pinned, round_at, rounding_of
@@ -139,3 +139,28 @@ def test_what_a_probe_recorded_is_not_overwritten_later() -> None:
     model.forward(torch.tensor([prompt(9)]), state, slots=[0], lengths=[9], phase="prefill")
     assert len(copies) == 2
     assert all(bool(x.any()) and torch.equal(x, y) for x, y in zip(copies, taken, strict=False))
+
+
+def summed(variance: NormVariance) -> Variant:
+    return plain(Stream.bf16, Gemm.bf16, norm=NormAxes(variance=variance))
+
+
+@pytest.mark.parametrize("variance", NormVariance)
+def test_sums_that_are_rounded_as_they_are_added_keep_every_bit(variance: NormVariance) -> None:
+    """With no probe two bfloat16 values are added by the library; a probe that changes nothing has the sums apart."""
+    made, models = casts(), []
+    for probe in (None, Watcher()):
+        models.append(build(summed(variance), made, probe=probe))
+    assert torch.equal(*(every_logit(m, prompt(9)) for m in models))
+    at_once = [[x.attn_residual.at_once for x in m.phases["prefill"].layers] for m in models]
+    assert at_once == [[variance is NormVariance.stored] * 3, [False] * 3]
+
+
+def test_a_norm_that_reads_the_unrounded_sum_would_show_it() -> None:
+    """The comparison above can fail: added at once before such a norm, other logits come out."""
+    made = casts()
+    right = every_logit(build(summed(NormVariance.pre_store), made), prompt(9))
+    model = build(summed(NormVariance.pre_store), made)
+    for layer in model.phases["prefill"].layers:
+        layer.attn_residual.at_once = layer.mlp_residual.at_once = True
+    assert not torch.equal(every_logit(model, prompt(9)), right)

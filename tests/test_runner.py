@@ -328,18 +328,20 @@ def test_a_draw_depends_on_seed_and_index_alone() -> None:
     assert tokens(3, 0) == tokens(3, 2) == tokens(3, 2, pages=12)
     assert tokens(3, 0) != tokens(4, 0)
     request = Request(ids=(1,), max_tokens=9, temperature=1.0, seed=3)
-    assert len({chosen(request, index, torch.zeros(67), 0) for index in range(9)}) > 4
+    assert len({chosen(request, index, torch.zeros(67), 0, finite=True) for index in range(9)}) > 4
 
 
 def test_sampling_follows_the_softmax() -> None:
     """4000 seeds at the first token: each of the likely tokens comes as often as its probability says."""
     x = torch.tensor([1.0, 0.0, -1.0, float("-inf"), 2.0])
     drawn = [
-        chosen(Request(ids=(1,), max_tokens=1, temperature=2.0, seed=s), 0, x.clamp_min(-50), 4) for s in range(4000)
+        chosen(Request(ids=(1,), max_tokens=1, temperature=2.0, seed=s), 0, x.clamp_min(-50), 4, finite=True)
+        for s in range(4000)
     ]
     shares = torch.bincount(torch.tensor(drawn), minlength=5) / 4000
     assert (shares - torch.softmax(x / 2, -1)).abs().max() < 0.03
-    assert chosen(Request(ids=(1,), max_tokens=1, temperature=2.0), 0, x, 4) == 4  # not finite: greedy, means nothing
+    broken = chosen(Request(ids=(1,), max_tokens=1, temperature=2.0), 0, x, 4, finite=False)
+    assert broken == 4  # the greedy one, which means nothing
 
 
 def test_prompt_logprobs_are_those_of_one_pass() -> None:

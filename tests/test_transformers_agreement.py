@@ -108,7 +108,7 @@ def test_the_mirror_is_the_librarys_bf16_on_gate() -> None:
 @LIBRARY
 @pytest.mark.parametrize("change", ["once", "config_eps", "f32_beta", "exact_a_log"])
 def test_a_mirror_that_misses_one_rounding_point_is_seen(change: str) -> None:
-    """Each of these alone leaves hardly a row bit-equal: the count above can tell one rounding from another."""
+    """Each of these alone leaves few rows bit-equal: the count above can tell one rounding from another."""
     mirror = named_variant("transformers_mirror")
     changed = {
         "once": replace(mirror, norm=replace(mirror.norm, rounding=NormAxes().rounding)),
@@ -119,7 +119,7 @@ def test_a_mirror_that_misses_one_rounding_point_is_seen(change: str) -> None:
     prompts, forced = battery("gate")
     prompts, forced = prompts[:2], forced[:2]
     a, b = (all_logits(e.score(prompts, forced.tolist(), full_logits=True)) for e in (local(changed), library_bf16()))
-    assert int((a == b).all(-1).sum()) <= 4
+    assert int((a == b).all(-1).sum()) <= 8  # of 32; 6 where a processor's products are in bf16 themselves
 
 
 def test_f32_scores_109_of_128_on_gate() -> None:

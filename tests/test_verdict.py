@@ -8,13 +8,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from instruments import CARRIER, battery, engine, faulty, findings, planted, replay, shipped
+from instruments import CARRIER, battery, engine, faulty, findings, of, planted, replay, shipped
 from torch import Tensor
 
 from experiments.cli import main
 from experiments.verdict import Settings, text
 from harness.agreement import Agreement, PromptAgreement
 from harness.agreement import Divergence as GateDivergence
+from harness.compose import named_variant
 from harness.config import EngineChoice, EngineKind
 from harness.divergence import Cause, Divergence, Side
 from harness.engines.local import LocalEngine
@@ -480,7 +481,7 @@ def shown_only_late(monkeypatch: pytest.MonkeyPatch, position: int) -> None:
 
 
 def asked(prompt_rows: int, tokens: int) -> Verdict:
-    golden, run = part_of(load_golden("wide"), prompts=prompt_rows, tokens=tokens), engine("f32")
+    golden, run = part_of(load_golden("wide"), prompts=prompt_rows, tokens=tokens), of(named_variant("f32"))
     question = Question(
         golden=golden, engine=run, casts=shipped(), declared=run.recipe, reference=run.recipe, members=3
     )
@@ -518,7 +519,7 @@ def test_members_of_faulty_shared_code_are_no_measure_of_a_score() -> None:
     told = []
     for finding in (departs, REPLAYED):
         v = replace(concluded([finding], [divergence(Cause.rounding, 0.5)]), figures={"expected": expected})
-        told.append(text(Settings(), v, gate))
+        told.append(text(Settings(), v, gate, "took 1.0 s"))
     assert "score 12/48; what a correct run scores cannot be told" in told[0]
     assert "causes by the same faulty code:" in told[0]
     assert "score 12/48; a correct run of this recipe: 12.0, 95 % in 12..12 (members 8)" in told[1]

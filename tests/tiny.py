@@ -24,8 +24,8 @@ from variants.axes import (
 from variants.checkpoint_write import random_checkpoint
 from variants.model import Model
 from variants.model_config import LayerKind, ModelConfig
-from variants.recipe import resolve
-from variants.rounding import Probe
+from variants.recipe import Rule, resolve
+from variants.rounding import Probe, RoundAt, Step
 from variants.weights import Casts, Patch, Weights
 
 KDA, MLA = LayerKind.kda, LayerKind.mla
@@ -62,6 +62,17 @@ ODD = ModelConfig(
 SMALL = replace(ODD, layer_kinds=(MLA, KDA), moe_layers=(True, False), kda_num_heads=1, kda_head_dim=8,
                 kda_v_head_dim=8, conv_size=2, num_heads=1, num_shared_experts=2, experts_per_token=3,
                 renormalize=False, hidden_size=16)  # fmt: skip
+
+
+class Watcher:
+    """A probe that changes nothing: under it nothing is launched or rounded at once that can be one by one."""
+
+    def bind(self, site: str, layer: int, rule: Rule, rounding: RoundAt | None) -> RoundAt | None:
+        return rounding
+
+    def begin(self, step: Step) -> None:
+        return None
+
 
 INCREMENTAL = ExecutionAxes(mode=Execution.incremental)
 RECOMPUTE = ExecutionAxes(mode=Execution.recompute)

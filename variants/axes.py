@@ -125,7 +125,8 @@ class ImplAxes:
 class ExecutionAxes:
     """`prefill_piece` tokens at a time (0: the whole prompt); `batch` rows run together.
 
-    fused: operations of a decode step share launches, and every value keeps its bits; graph: how they are launched.
+    fused: operations of a decode step share launches, and every value keeps its bits; graph: how they are launched,
+    under paged execution one graph for each number of rows that a decode is filled up to (`filled`).
 
     The rest is of paged execution: `block_size` tokens a page; `pages` in all (0: enough for `batch` sequences);
     `token_budget` tokens a step (0: no limit); `prefill_batch` prompts in one pass; `fixed_rows` fills each decode up
@@ -144,6 +145,12 @@ class ExecutionAxes:
     fixed_rows: bool = False
     prefix_cache: int = 0
     preempt: Preempt = Preempt.recompute
+
+    def filled(self, rows: int) -> int:
+        """Rows of a paged decode of so many sequences: filled up to `batch`, or for a graph to a power of two."""
+        if self.fixed_rows:
+            return self.batch
+        return min(1 << (rows - 1).bit_length(), self.batch) if self.graph is Graph.cuda else rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,16 +150,23 @@ def _execution(v: Variant) -> Iterator[Refusal]:
 
 
 def _fused(v: Variant) -> Iterator[Refusal]:
-    run, plain = v.execution, (v.stream, v.gemm, v.logits) == (Stream.bf16, Gemm.bf16, Store.bf16)
+    run, native = v.execution, v.impl.all_are(Impl.native) and v.mla.cache is KvCache.expanded
+    row = v.impl.all_are(Impl.row) and (v.stream, v.gemm, v.logits) == (Stream.bf16, Gemm.bf16, Store.bf16)
     yield (
-        run.fused and not (v.impl.all_are(Impl.row) and plain and not v.override),
+        run.fused and not ((row or native) and not v.override),
         "execution.fused=true",
-        "a fused step joins the kernels of impl row, all eight, over a bf16 stream, and has no overrides; start from "
-        "variant fast_decode",
+        "a fused step joins all eight operations of impl row over a bf16 stream, or of impl native over expanded keys, "
+        "and has no overrides; start from variant fast_decode or f32_native",
     )
     alone = run.mode is Execution.incremental and run.batch == 1
     yield run.fused and not alone, "execution.fused=true", "it is one row; set execution.mode=incremental and batch=1"
-    yield run.graph is not Graph.off and not run.fused, "execution.graph=cuda", "it replays a fused step"
+    paged = run.mode is Execution.paged and not v.override
+    yield (
+        run.graph is not Graph.off and not (row and (run.fused or paged)),
+        "execution.graph=cuda",
+        "it replays a fused step or a paged decode, of impl row, all eight, without overrides; start from variant "
+        "fast_decode or paged_engine_graph",
+    )
 
 
 def _paged(v: Variant) -> Iterator[Refusal]:

@@ -16,7 +16,7 @@ from variants.binding import Binder
 from variants.dtypes import DType
 from variants.ops import kda_triton, row, row_mix_triton, row_triton
 from variants.ops.moe_triton import Rounding
-from variants.packing import packed, ragged_of, unpacked
+from variants.packing import packed, show_carried, unpacked
 from variants.recipe import Rule
 from variants.state import State
 
@@ -47,9 +47,9 @@ def short_conv(b: Binder, weight: Tensor) -> Callable[[Tensor, Batch, State], Te
     def run(raw: Tensor, batch: Batch, state: State) -> Tensor:
         pool = state.conv[layer] = state.conv[layer].contiguous()
         x = packed(raw, batch)[0]
-        y = row.short_conv(x, weight, pool, batch=ragged_of(batch), slot=max(batch.slots))
+        y = row.short_conv(x, weight, pool, batch=batch.ragged, alone=batch.alone)
         y = round_conv(unpacked(y.unsqueeze(0), batch))
-        bind_triton.show_carried(carry, pool, batch)
+        show_carried(carry, pool, batch)
         return y
 
     return run
@@ -65,9 +65,9 @@ def delta_rule(b: Binder, gate: tuple[Tensor, Tensor]) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State) -> Tensor:
         pool = state.recurrent[layer] = state.recurrent[layer].contiguous()
         operands = tuple(packed(x, batch) for x in (q, k, v, g, beta))
-        o = row.delta_step(operands, pool, batch=ragged_of(batch), slot=max(batch.slots), fused=fused)
+        o = row.delta_step(operands, pool, batch=batch.ragged, alone=batch.alone, fused=fused)
         o = round_core(unpacked(o, batch))
-        bind_triton.show_carried(carry, pool, batch)
+        show_carried(carry, pool, batch)
         return o
 
     return run

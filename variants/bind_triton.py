@@ -18,7 +18,7 @@ from variants.errors import UsageError
 from variants.impl_rules import FORM_NUMBER
 from variants.ops import conv_triton, kda_chunk_triton, kda_triton, linear_triton, mla_triton, moe_triton, norm_triton
 from variants.ops.launch_triton import FORMATS, Precision
-from variants.packing import packed, ragged_of, unpacked
+from variants.packing import packed, seen, show_carried, unpacked
 from variants.recipe import Rule
 from variants.sites import CHUNK_SITES
 from variants.state import State
@@ -54,7 +54,7 @@ def short_conv(b: Binder, weight: Tensor) -> Callable[[Tensor, Batch, State], Te
 
     def run(raw: Tensor, batch: Batch, state: State) -> Tensor:
         pool = state.conv[layer] = state.conv[layer].contiguous()
-        y = conv_triton.short_conv(packed(raw, batch)[0], weight, pool, batch=ragged_of(batch), out_dtype=out)
+        y = conv_triton.short_conv(packed(raw, batch)[0], weight, pool, batch=batch.ragged, out_dtype=out)
         y = round_conv(unpacked(y.unsqueeze(0), batch))
         show_carried(carry, pool, batch)
         return y
@@ -78,7 +78,7 @@ def delta_rule(b: Binder, gate: tuple[Tensor, Tensor]) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State) -> Tensor:
         pool = state.recurrent[layer] = state.recurrent[layer].contiguous()
         operands = (packed(x, batch) for x in (q, k, v, g, beta))
-        o = round_core(unpacked(core(*operands, pool, batch=ragged_of(batch), **more)[0], batch))
+        o = round_core(unpacked(core(*operands, pool, batch=batch.ragged, **more)[0], batch))
         show_carried(carry, pool, batch)
         return o
 
@@ -143,18 +143,6 @@ def experts(b: Binder, w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Ten
         return moe_triton.experts(x.to(held), w13, w2, ids, weights.float(), rounding=rounding)
 
     return run
-
-
-def show_carried(carry: Callable[[Tensor], Tensor] | None, pool: Tensor, batch: Batch) -> None:
-    """Let a probe see, and change, what the slots carry now; a copy, since the kernel writes where it lies."""
-    if carry is not None:
-        _, slots = batch.owned
-        pool.index_copy_(0, slots, carry(pool[slots]).to(pool.dtype))
-
-
-def seen(batch: Batch) -> Tensor:
-    """Positions [B, T] with -1 for tokens that are not real."""
-    return batch.positions if batch.real is None else batch.positions.masked_fill(~batch.real, -1)
 
 
 def one_dtype(*operands: Tensor) -> tuple[Tensor, ...]:

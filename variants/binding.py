@@ -62,8 +62,16 @@ class Binder:
 
     def linear(self, site: str, name: str) -> Linear:
         """A product with the layer's weight `name`; the operand is brought to the dtype that the product runs in."""
-        full = f"model.layers.{self.layer}.{name}.weight"
-        return self.product(site, self.weights.get(full, self.held(site), operand=self.rule(site).input))
+        return self.product(site, self.weight(site, f"model.layers.{self.layer}.{name}.weight"))
+
+    def weight(self, site: str, *names: str) -> Tensor:
+        """Rows of the weights of a product, [sum N, K], in the format in which it reads them."""
+        return self.weights.cat(names, self.lies(site, *names), operand=self.rule(site).input)
+
+    def lies(self, site: str, *names: str) -> DType:
+        """`held`, or the format of the checkpoint itself where the kernels read that as well."""
+        held = self.held(site)
+        return self.weights.stored(names, within=held) if self.rule(site).impl == "native" else held
 
     def product(self, site: str, weight: Tensor) -> Linear:
         rule, weight = self.rule(site), self._laid_out(site, weight)
@@ -84,7 +92,7 @@ class Binder:
         rule = self.rule(next(iter(names)))
         full = tuple(f"model.layers.{self.layer}.{name}.weight" for name in names.values())
         first = next(iter(names))
-        weight = self._laid_out(first, self.weights.cat(full, self.held(first), operand=rule.input))
+        weight = self._laid_out(first, self.weight(first, *full))
         sizes = [self.weights.casts.checkpoint.tensors[n].shape[0] for n in full]
         multiply, operand = self._multiply(first), _operand(rule, self.held(first))
         rounding = [self.maybe(site, _made(rule)) for site in names]

@@ -7,7 +7,7 @@ own reader maps whole files and does not name the tensor that a short file cuts,
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -168,26 +168,26 @@ def _check_length(file: WeightsFile, data_bytes: int) -> None:
         )
 
 
-def staging_for(device: torch.device) -> Tensor | None:
-    """The host buffer through which bytes reach a device: one for a whole load, none where the device is the host.
+def staging_for(device: torch.device) -> Tensor:
+    """A host buffer through which bytes reach another device, page-locked for CUDA.
 
-    A buffer for each tensor would leave holes in the heap, up to most of the model's size.
+    One serves many files: a buffer for each tensor would leave holes in the heap, up to most of the model's size.
     """
-    return None if device.type == "cpu" else torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def stream_tensors(
-    file: WeightsFile, *, device: torch.device, digest: Digest, staging: Tensor | None
+    file: WeightsFile, *, place: Callable[[StoredTensor], Tensor], digest: Digest, staging: Tensor | None = None
 ) -> Iterator[tuple[StoredTensor, Tensor]]:
-    """Yield each tensor, in file order and stored dtype, on `device`; `digest` sees the file's bytes, all and once.
+    """Fill what `place` gives for each tensor, in file order; `digest` sees the file's bytes, all and once.
 
-    Host memory grows by the tensors that the caller keeps there. Raises InputError naming the tensor for NaN or
-    infinite weights, and for a file that shrank meanwhile.
+    place: a contiguous tensor of the stored shape and dtype. staging: None where all are on the host. Raises InputError
+    naming the tensor for NaN or infinite weights, and for a file that shrank meanwhile.
     """
     with file.path.open("rb") as source:
         digest.update(source.read(file.data_start))
         for stored in file.tensors:
-            tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+            tensor = place(stored)
             non_finite = _fill(tensor, source, digest=digest, staging=staging)
             if non_finite:
                 raise InputError(
@@ -206,9 +206,9 @@ def _fill(tensor: Tensor, source: BufferedReader, *, digest: Digest, staging: Te
         if source.readinto(raw) != len(raw):
             raise InputError(f"{source.name}: the file shrank while it was read; fetch it again")
         digest.update(raw)
-        non_finite += _count_non_finite(piece)
         if staging is not None:
-            target.copy_(piece)
+            target.copy_(piece)  # returns when the bytes are there, so the buffer is free again
+        non_finite += _count_non_finite(target if target.is_cuda else piece)
     if staging is not None and hasattr(os, "posix_fadvise"):
         # Where host and device share one memory, cached file pages would stand beside the weights.
         os.posix_fadvise(source.fileno(), 0, source.tell(), os.POSIX_FADV_DONTNEED)

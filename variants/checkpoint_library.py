@@ -13,7 +13,7 @@ from torch import Tensor
 from variants import side_by_side
 from variants.checkpoint import Checkpoint, load_checkpoint
 from variants.checkpoint_config import load_config
-from variants.checkpoint_file import find_weights, staging_for, stream_tensors
+from variants.checkpoint_file import find_weights, stream_tensors
 from variants.checkpoint_names import HEAD, expected_tensors
 from variants.errors import InputError
 from variants.model_config import LayerKind, ModelConfig
@@ -74,9 +74,9 @@ def load_any_checkpoint(path: str | Path) -> Checkpoint:
         return load_checkpoint(path)
     config = load_config(path)
     stored: dict[str, Tensor] = {}
-    digest, host = hashlib.sha256(), torch.device("cpu")
+    digest = hashlib.sha256()
     for file in files:
-        read = stream_tensors(file, device=host, digest=digest, staging=staging_for(host))
+        read = stream_tensors(file, place=lambda entry: torch.empty(entry.shape, dtype=entry.dtype), digest=digest)
         stored |= {entry.name: tensor for entry, tensor in read}
     tensors = release_tensors(stored, config)
     expected = expected_tensors(config)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from variants.checkpoint import Checkpoint
 from variants.checkpoint_file import DTYPES, INDEX_NAME, SINGLE_NAME
-from variants.checkpoint_names import EMBEDDING, HEAD
+from variants.checkpoint_names import EMBEDDING, HEAD, expected_tensors, is_float32_parameter
 from variants.errors import UsageError
 from variants.model_config import LayerKind, ModelConfig
 from variants.placement import Placement, one
@@ -36,13 +36,15 @@ def random_checkpoint(
     placement = placement or one(str(device))
     device = torch.device(placement.devices[0])
     homes = {d: torch.Generator("cpu" if device.type == "meta" else d) for d in placement.devices}
-    tensors = allocated(config, dtype, placement)
+    tied = {HEAD} if config.tie_word_embeddings else set()
+    drawn = [name for name in expected_tensors(config) if name not in tied]
+    dtypes = {name: torch.float32 if is_float32_parameter(name) else dtype for name in drawn}
+    tensors = allocated(config, dtypes, placement)
     for name, tensor in tensors.items():
-        if name == HEAD and config.tie_word_embeddings:
-            continue
         generator = homes[placement.of(name)]
         generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little"))
         tensors[name] = _draw(name, tensor, config=config, generator=generator)
+    tensors |= dict.fromkeys(tied, tensors[EMBEDDING])
     procedure = f"random {config!r} seed={seed} {dtype} {device.type} torch={torch.__version__}"
     return Checkpoint(
         path=Path(f"random-seed-{seed}"),

@@ -157,6 +157,7 @@ class Impl(Enum):
     """Who computes an operation: torch, our Triton kernels, fla's, or vLLM's.
 
     `row`: our decode kernels for one token of one sequence, for more the library's products and our tiled kernels.
+    `native`: our float32 kernels on the CPU, whose bits follow neither rows nor threads nor instruction set.
     """
 
     torch = "torch"
@@ -164,6 +165,7 @@ class Impl(Enum):
     row = "row"
     fla = "fla"
     vllm = "vllm"
+    native = "native"
 
 
 class Status(Enum):

@@ -6,7 +6,7 @@ next token is chosen there, so the whole list can be replayed as one graph (`var
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,13 +15,12 @@ from variants.axes import Graph
 from variants.binding import Binder
 from variants.fused_experts import mixture
 from variants.fused_layers import Buffers, Launch, dense, head, kda, mla, starting
+from variants.fused_step import TAKEN, carried_by
 from variants.model_config import LayerKind
 from variants.state import State
 
 if TYPE_CHECKING:
     from variants.model import Model
-
-TAKEN = 1 << 16  # tokens that a step list remembers
 
 
 @dataclass
@@ -46,11 +45,6 @@ class FusedStep:
             launches += (mixture if model.config.moe_layers[layer] else dense)(b, buffers)
         launches += head(where.on(model.config.num_layers), buffers)
         return cls(buffers, launches, carried_by(state), model.recipe.execution.graph)
-
-    def fits(self, state: State) -> bool:
-        """Whether the state's tensors are still those that the launches write to."""
-        now = carried_by(state)
-        return all(a.data_ptr() == b.data_ptr() for a, b in zip(self.carried, now, strict=True))
 
     def step(self, token: Tensor, position: int) -> Tensor:
         """Logits [1, V] after one token [1] at a position; the state has moved on by it."""
@@ -82,26 +76,3 @@ class FusedStep:
         """The last tokens that were chosen on the device."""
         count = int(self.buffers.count)
         return [int(self.buffers.taken[i % TAKEN]) for i in range(count - steps, count)]
-
-
-def carried_by(state: State) -> tuple[Tensor, ...]:
-    return (*state.conv.values(), *state.recurrent.values(), *state.latent.values())
-
-
-@torch.inference_mode()
-def fused_step(model: "Model", state: State, slot: int, kept: Any) -> FusedStep:
-    """The step list of a state's slot, made again where its tensors were exchanged."""
-    found = kept.get(state)
-    if found is None or found[0] != slot or not found[1].fits(state):
-        for stores in (state.conv, state.recurrent, state.latent):
-            for layer, store in stores.items():
-                stores[layer] = store.contiguous()
-        kept[state] = found = (slot, FusedStep.of(model, state, slot))
-    return found[1]
-
-
-@torch.inference_mode()
-def decode_step(model: "Model", state: State, slot: int, token: Tensor, kept: Any) -> Tensor:
-    """As `Model.forward` of one token in decode: logits [1, V]; the slot has one token more."""
-    step = fused_step(model, state, slot, kept)
-    return step.step(token, state.take_one(slot))

@@ -191,11 +191,11 @@ def _core(b: Binder, buf: Buffers, given: tuple[Tensor, ...]) -> Launch:
     dt_bias = b.parameter("self_attn.dt_bias", "decay_gate").reshape(-1).contiguous()
     norm = b.parameter("self_attn.o_norm.weight", "o_norm")
     operands = (
-        mixed, mixed[heads * k :], mixed[2 * heads * k :], f, beta, a_log, dt_bias, carried, o, g, norm,
+        mixed, mixed[heads * k :], mixed[2 * heads * k :], f, beta, a_log, dt_bias, carried, carried, o, g, norm,
         c.kda_scale, c.rms_norm_eps,
     )  # fmt: skip
     constants = {
-        "K": k, "V": v, "BK": block(k), "BV": block(v), "TAIL": True, "OUT": format_of(BF16),
+        "K": k, "V": v, "BK": block(k), "BV": block(v), "POOL": False, "TAIL": True, "OUT": format_of(BF16),
         "num_warps": row_triton.DELTA_WARPS, **buf.overlap,
     }  # fmt: skip
     return Launch("kda_core", row_mix_triton.delta_kernel, (heads,), operands, constants)

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 
-def captured(launch: Callable[[], None], changed: Sequence[Tensor]) -> Callable[[], None]:
-    """Capture `launch` on the device of the tensors that it changes; returns what replays it.
+def captured(
+    launch: Callable[[], None], changed: Sequence[Tensor], device: str | torch.device | None = None
+) -> Callable[[], None]:
+    """Capture `launch` on a device, that of the tensors that it changes; returns what replays it.
 
     It runs once before, for kernels compile at their first launch; `changed` is put back as it was.
     """
-    device = changed[0].device
+    device = changed[0].device if device is None else device
     before = [x.clone() for x in changed]
     with torch.cuda.device(device):
         launch()

@@ -8,7 +8,7 @@ before anything is loaded, with what would work.
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 
-from variants import impl_rules_row, impl_rules_vllm
+from variants import impl_rules_native, impl_rules_row, impl_rules_vllm
 from variants.axes import (
     ChunkForm,
     Impl,
@@ -45,11 +45,17 @@ KDA_FORMS: dict[Impl, tuple[ChunkForm, ...]] = {
     Impl.row: tuple(ChunkForm),
     Impl.fla: (ChunkForm.fla,),
     Impl.vllm: (ChunkForm.vllm,),
+    Impl.native: (ChunkForm.plain,),
 }
-REFINED = {Impl.vllm: impl_rules_vllm.refined, Impl.row: impl_rules_row.refined}
+REFINED = {
+    Impl.vllm: impl_rules_vllm.refined,
+    Impl.row: impl_rules_row.refined,
+    Impl.native: impl_rules_native.refined,
+}
 GATES = {
     Impl.triton: ("decay_gate", "beta"),
     Impl.row: ("decay_gate", "beta"),
+    Impl.native: ("decay_gate", "beta"),
     Impl.fla: ("decay_gate",),
     Impl.vllm: ("decay_gate",),
 }

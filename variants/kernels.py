@@ -34,6 +34,7 @@ TRITON = "variants.bind_triton"
 FLA = "variants.bind_fla"
 VLLM = "variants.bind_vllm"
 ROW = "variants.bind_row"
+NATIVE = "variants.bind_native"
 
 # What a set of kernels has that leaves no operation to torch.
 WHOLE = (
@@ -60,6 +61,8 @@ KERNELS: dict[tuple[str, Impl], str] = {
     ("router", Impl.vllm): f"{VLLM}:linear",
     ("router", Impl.row): f"{ROW}:linear",
     **{(operation, Impl.row): f"{ROW}:{operation}" for operation in WHOLE},
+    ("router", Impl.native): f"{NATIVE}:linear",
+    **{(o, Impl.native): f"{NATIVE}:{o}" for o in WHOLE if o not in ("absorb", "absorbed", "expand")},
 }
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "kda": ("delta_rule",),
@@ -117,7 +120,9 @@ def check_environment(impls: frozenset[str], device: str) -> None:
             raise DeviceError(
                 f"impl {name} needs the package {package}, which is not installed: {remedy}, or choose torch"
             )
-        if name == Impl.torch.name or device != "cpu":
+        if name == Impl.native.name:
+            _check_native(device)
+        if name in (Impl.torch.name, Impl.native.name) or device != "cpu":
             continue
         if name not in (Impl.triton.name, Impl.row.name):
             raise DeviceError(f"impl {name} needs a CUDA device, got {device}: set device=cuda, or choose impl torch")
@@ -128,3 +133,12 @@ def check_environment(impls: frozenset[str], device: str) -> None:
                 f"impl {name} needs a CUDA device, got cpu: set device=cuda, set TRITON_INTERPRET=1 before the start "
                 "to run it slowly on the CPU, or choose impl torch"
             )
+
+
+def _check_native(device: str) -> None:
+    """Compiles the CPU kernels where they are not kept yet."""
+    from variants.ops.native_library import library
+
+    if device != "cpu":
+        raise DeviceError(f"impl native runs on the CPU, got {device}: set device=cpu, or choose impl torch")
+    library()

@@ -12,7 +12,8 @@ from variants.dtypes import store_as
 from variants.ops import kda, mla
 from variants.ops.conv import CONV, next_state
 from variants.ops.norm import GATED, SIGMOID, SILU, norm_of
-from variants.rounding import pinned
+from variants.recipe import Rule
+from variants.rounding import adds_at_once, both_bf16, pinned
 from variants.sites import CHUNK_SITES
 from variants.state import State, append, carried_keys, put
 
@@ -44,13 +45,18 @@ class Norm:
 
 
 class Residual:
-    """The residual add: returns the sum as stored and as it was before the store."""
+    """The residual add: returns the sum as stored and as it was before the store, which is the stored one again where
+    the norm that follows reads no other."""
 
-    def __init__(self, b: Binder, site: str) -> None:
+    def __init__(self, b: Binder, site: str, following: Rule) -> None:
         rule = b.rule(site)
         self.accum, self.round = rule.accum, b.maybe(site, rule.accum)
+        self.at_once = adds_at_once(rule, b.probe) and following.algorithm.removesuffix("_twice").endswith("_stored")
 
     def __call__(self, h: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        if self.at_once and both_bf16(h, block):
+            stored = h + block
+            return stored, stored
         total = pinned(h, self.accum) + pinned(block, self.accum)
         return (total if self.round is None else self.round(total)), total
 

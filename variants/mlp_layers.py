@@ -9,7 +9,7 @@ from variants.binding import Binder
 from variants.dtypes import round_to
 from variants.ops import moe
 from variants.ops.norm import SIGMOID, SILU
-from variants.rounding import pinned
+from variants.rounding import adds_at_once, both_bf16, pinned
 
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -61,11 +61,10 @@ class MoeBlock:
         self._bind_experts(b, f"model.layers.{b.layer}.{name}")
         self.shared = Swiglu(b, "shared", f"{name}.shared_experts") if c.num_shared_experts else None
         self.sum_accum, self.round_combine = b.rule("combine").accum, b.at("combine")
+        self.at_once = adds_at_once(b.rule("combine"), b.probe)
 
     def _bind_experts(self, b: Binder, name: str) -> None:
-        up, down, count = b.rule("expert_gate_up"), b.rule("expert_down"), b.config.num_experts
-        w13 = b.weights.experts(name, ("w1", "w3"), count, b.held("expert_gate_up"), operand=up.input)
-        w2 = b.weights.experts(name, ("w2",), count, b.held("expert_down"), operand=down.input)
+        w13, w2 = expert_weights(b, name)
         routed = b.rule("routed")
         bind = b.kernel("experts", "routed")
         self.routed = self._routed if bind is None else bind(b, w13, w2)
@@ -86,9 +85,13 @@ class MoeBlock:
         ids, weights = self._route(x.flatten(0, 1))
         x = self.operand(x)
         routed = self.round_routed(self.routed(x.flatten(0, 1), ids, weights))
-        routed = pinned(routed.view(*x.shape[:2], -1), self.sum_accum)
-        total = routed if self.shared is None else routed + pinned(self.shared(x), self.sum_accum)
-        return self.round_combine(total)
+        routed = routed.view(*x.shape[:2], -1)
+        if self.shared is None:
+            return self.round_combine(pinned(routed, self.sum_accum))
+        shared = self.shared(x)
+        if self.at_once and both_bf16(routed, shared):
+            return routed + shared
+        return self.round_combine(pinned(routed, self.sum_accum) + pinned(shared, self.sum_accum))
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.route(self.logits(self.router_in(x)))
@@ -128,3 +131,13 @@ class MoeBlock:
         gate = pinned(self.round_silu(self.silu(pinned(gate, self.act_accum))), self.act_accum)
         y = self.down[e](self.down_in(self.round_act(gate * pinned(up, self.act_accum))))
         return pinned(y, self.out_accum)
+
+
+def expert_weights(b: Binder, name: str) -> tuple[Tensor, Tensor]:
+    """Gate and up [E, 2 I, D], and down [E, D, I], of a layer's experts."""
+
+    def stacked(site: str, *leaves: str) -> Tensor:
+        held = b.lies(site, f"{name}.experts.0.{leaves[0]}.weight")
+        return b.weights.experts(name, leaves, b.config.num_experts, held, operand=b.rule(site).input)
+
+    return stacked("expert_gate_up", "w1", "w3"), stacked("expert_down", "w2")

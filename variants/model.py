@@ -29,10 +29,12 @@ class Layer:
         name, eps = f"model.layers.{b.layer}", b.config.rms_norm_eps
         self.input_norm = Norm(b, "input_norm", f"{name}.input_layernorm.weight", eps)
         self.attention = KdaBlock(b) if b.config.layer_kinds[b.layer] is LayerKind.kda else MlaBlock(b)
-        self.attn_residual = Residual(b, "attn_residual")
+        self.attn_residual = Residual(b, "attn_residual", b.rule("post_attn_norm"))
         self.post_norm = Norm(b, "post_attn_norm", f"{name}.post_attention_layernorm.weight", eps)
         self.mlp = MoeBlock(b) if b.config.moe_layers[b.layer] else DenseBlock(b)
-        self.mlp_residual = Residual(b, "mlp_residual")
+        after = b.on(b.layer + 1)
+        following = after.rule("final_norm" if after.layer == b.config.num_layers else "input_norm")
+        self.mlp_residual = Residual(b, "mlp_residual", following)
 
     def __call__(self, h: Tensor, unrounded: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
         h, unrounded = self.attn_residual(h, self.attention(self.input_norm(h, unrounded), batch, state))
@@ -51,8 +53,7 @@ class Phase:
         head = b.on(config.num_layers)
         self.final_norm = Norm(head, "final_norm", "model.norm.weight", config.rms_norm_eps)
         self.head_in = head.at("lm_head_in")
-        rule = head.rule("lm_head")
-        self.head = head.product("lm_head", b.weights.get("lm_head.weight", head.held("lm_head"), operand=rule.input))
+        self.head = head.product("lm_head", head.weight("lm_head", "lm_head.weight"))
 
     def __call__(self, tokens: Tensor, batch: Batch, state: State) -> tuple[Tensor, Tensor]:
         """Residual stream after the last layer, as stored and unrounded: tokens [B, T] -> two of [B, T, D]."""
@@ -125,7 +126,7 @@ class Model:
         Returns logits of each row's last real token [B, vocab], or of every token [B, T, vocab] when `every`.
         """
         if self.recipe.execution.fused and phase == "decode" and isinstance(self.probe, NoProbe):
-            from variants.fused import decode_step  # it imports triton
+            from variants.fused_step import decode_step
 
             return decode_step(self, state, slots[0], tokens[0], self._steps)
         last, all_ = self._run(tokens, state.batch(slots, lengths, tokens.shape[1], self.device), state, phase)
@@ -146,7 +147,7 @@ class Model:
         """The residual stream, as stored and unrounded: of each row's last real token, and of all."""
         self.probe.begin(Step(phase, batch.slots, batch.starts, batch.lengths))
         h, unrounded = self.phases[phase](tokens, batch, state)
-        state.advance(batch)
+        state.advance(batch.slots, batch.lengths)
         return (_last(h, batch), _last(unrounded, batch)), (h, unrounded)
 
 

@@ -1,15 +1,10 @@
 """Rows of a batch as one packed sequence of tokens, which is what kernels over ragged batches read, and back."""
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from variants.batch import Batch
-
-if TYPE_CHECKING:
-    from variants.ops.launch_triton import Ragged
 
 
 def packed(x: Tensor, batch: Batch) -> Tensor:
@@ -26,15 +21,13 @@ def unpacked(y: Tensor, batch: Batch) -> Tensor:
     return out
 
 
-def ragged_of(batch: Batch) -> "Ragged":
-    """The rows that have tokens, as the Triton kernels read them; steps alike in lengths and slots share one."""
-    rows = [(n, s) for n, s in zip(batch.lengths, batch.slots, strict=True) if n]
-    return _ragged(tuple(n for n, _ in rows), tuple(s for _, s in rows), batch.positions.device)
+def show_carried(carry: Callable[[Tensor], Tensor] | None, pool: Tensor, batch: Batch) -> None:
+    """Let a probe see, and change, what the slots carry now; a copy, since the kernel writes where it lies."""
+    if carry is not None:
+        _, slots = batch.owned
+        pool.index_copy_(0, slots, carry(pool[slots]).to(pool.dtype))
 
 
-@lru_cache(maxsize=64)
-def _ragged(lengths: tuple[int, ...], slots: tuple[int, ...], device: torch.device) -> "Ragged":
-    from variants.ops.launch_triton import ragged
-
-    with torch.inference_mode():
-        return ragged(lengths, slots, device=device)
+def seen(batch: Batch) -> Tensor:
+    """Positions [B, T] with -1 for tokens that are not real."""
+    return batch.positions if batch.real is None else batch.positions.masked_fill(~batch.real, -1)

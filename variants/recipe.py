@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from variants.axes import Execution, ExecutionAxes, KvNormEps, L2NormEps, Param, Variant
+from variants.axes import Execution, ExecutionAxes, Graph, KvNormEps, L2NormEps, Param, Variant
 from variants.dtypes import DType
 from variants.model_config import ModelConfig
 from variants.sites import rule_key
@@ -149,6 +149,9 @@ class Recipe:
         if run.mode is not Execution.paged:
             return plain
         own = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in ("fused", "graph")}
+        if run.graph is not Graph.off:
+            sizes = sorted({run.filled(n) for n in range(1, run.batch + 1)})
+            plain |= {"graph": run.graph.name, "decode_filled_up_to": " ".join(map(str, sizes))}
         return {**own, **plain, "preempt": run.preempt.name}
 
     @property
@@ -229,8 +232,11 @@ def batch_dependent(recipe: Recipe) -> dict[str, str]:
     A chunk's grid counts from where a prefill piece begins, so pieces off it are named here too.
     """
     found: dict[str, list[str]] = {}
+    never_latent = recipe.rules["mla_core.decode"].impl == "native"  # it reads keys and values
     for key, rule in (*recipe.rules.items(), *((f"{k}@{n}", r) for (k, n), r in recipe.exceptions.items())):
         name, size = rule.algorithm, dict(rule.options).get("chunk_size")
+        if rule.impl == "native" or (name == "bmm" and never_latent):
+            continue
         softmax = key.startswith("mla_core") and not name.endswith("_rows")
         if name in LIBRARY_ORDER or softmax:
             found.setdefault(name, []).append(key)

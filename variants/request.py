@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from variants.decode import greedy
+from variants.decode import greedy, is_finite
 from variants.errors import UsageError
 
 
@@ -70,7 +70,8 @@ class Output:
     """One token of one request, or none where only the prompt was asked about.
 
     index: the token's number in the answer. logits [V], as stored. prompt: logprobs of the prompt's tokens from the
-    second on, with the first output of a request that asked for them.
+    second on, with the first output of a request that asked for them. finite: False where the logits hold a NaN or an
+    infinity: the token then means nothing.
     """
 
     request: int
@@ -78,12 +79,8 @@ class Output:
     token: int | None
     logits: Tensor
     finish: Finish | None
+    finite: bool
     prompt: tuple[Logprobs, ...] = ()
-
-    @property
-    def finite(self) -> bool:
-        """False where the logits hold a NaN or an infinity: the token then means nothing."""
-        return bool(torch.isfinite(self.logits).all())
 
     def logprobs(self, top: int = 0) -> Logprobs:
         assert self.token is not None, "an output without a token has no logprob"
@@ -105,15 +102,15 @@ def _best(row: Tensor, top: int) -> list[int]:
     return near[torch.sort(row[near], descending=True, stable=True).indices[:top]].tolist()
 
 
-def chosen(request: Request, index: int, logits: Tensor, best: int) -> int:
-    """The token number `index` of an answer; best: the greedy one of these logits [V].
+def chosen(request: Request, index: int, logits: Tensor, best: int, *, finite: bool) -> int:
+    """The token number `index` of an answer; best: the greedy one of these logits [V], finite: whether they all are.
 
     Sampling inverts the cumulative softmax in float64, in the order of ids, at a draw of Philox keyed by seed and
     index; logits that are not finite give the greedy token, which then means nothing either.
     """
     if request.forced is not None:
         return request.forced[index]
-    if not request.temperature or not bool(torch.isfinite(logits).all()):
+    if not request.temperature or not finite:
         return best
     draw = np.random.Generator(np.random.Philox(key=request.seed, counter=index)).random()
     row = logits.double().cpu()
@@ -130,6 +127,6 @@ def nucleus(weights: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(weights).index_put((order[ahead < top_p],), weights[order[ahead < top_p]])
 
 
-def best_tokens(logits: Tensor) -> list[int]:
-    """Greedy tokens of [B, V]."""
-    return greedy(logits).tolist()
+def told(logits: Tensor) -> Tensor:
+    """What the host is told of logits [B, V]: int64 [B, 2] of each row's greedy token and whether it is finite."""
+    return torch.stack([greedy(logits), is_finite(logits).long()], 1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from variants.dtypes import DType, dtype_of, round_to, store_as
@@ -74,6 +75,16 @@ def round_at(
     if arrives is not None and rule.output is rule.storage is arrives:
         rounding = None
     return probe.bind(site, layer, rule, rounding)
+
+
+def adds_at_once(rule: Rule, probe: Probe) -> bool:
+    """Whether the sum of two bfloat16 values here is the library's own, which adds in float32 and rounds once; a probe
+    sees the sum before it is rounded too."""
+    return isinstance(probe, NoProbe) and rule.accum is DType.f32 and rule.output is rule.storage is DType.bf16
+
+
+def both_bf16(a: Tensor, b: Tensor) -> bool:
+    return a.dtype is b.dtype is torch.bfloat16
 
 
 def pinned(x: Tensor, dtype: DType) -> Tensor:

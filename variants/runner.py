@@ -7,7 +7,8 @@ while runner.busy:
 
 Given the same calls in the same order every step is the same. A step makes one forward for the sequences that decode
 and one for every `prefill_batch` pieces, so the number of rows of each product follows who runs: `Stepped.passes`
-names it, and `batch_dependent` of the recipe says where bits may follow it.
+names it, and `batch_dependent` of the recipe says where bits may follow it. Under `execution.graph` a decode is the
+replay of a graph (`variants.decode_graph`), unless a probe watches.
 """
 
 import time
@@ -17,12 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from variants.axes import Execution, ExecutionAxes
+from variants.axes import Execution, ExecutionAxes, Graph
 from variants.batch import NOBODY
 from variants.decode import padded
+from variants.decode_graph import DecodeGraphs
 from variants.errors import UsageError
 from variants.model import Model
-from variants.request import Finish, Logprobs, Output, Request, best_tokens, chosen, logprobs
+from variants.request import Finish, Logprobs, Output, Request, chosen, logprobs, told
+from variants.rounding import NoProbe
 from variants.scheduler import Live, Scheduler
 from variants.state import State
 
@@ -73,6 +76,8 @@ class Runner:
         self.model, self.run = model, run
         self.state = model.new_state(slots=run.batch + run.prefix_cache, max_len=max_len, pages=pages_for(run, max_len))
         self.scheduler = Scheduler(self.state, run)
+        graphed = run.graph is Graph.cuda and isinstance(model.probe, NoProbe)
+        self.graphs = DecodeGraphs(model, self.state) if graphed else None
         self.live: dict[int, Live] = {}
         self.next_number = 0
 
@@ -130,7 +135,7 @@ class Runner:
         last, every = self.model.forward_both(
             tokens, self.state, slots=_slots(rows), lengths=lengths, every=any(_scores(x) for x in rows)
         )
-        best = best_tokens(last)
+        answers = told(last).tolist()
         passes.append(_pass("prefill", rows, lengths, tokens.shape[1], began))
         for row, (live, n) in enumerate(pieces):
             if _scores(live):
@@ -139,29 +144,37 @@ class Runner:
             live.computed += n
             self._keep_prefix(live)
             if not live.in_prompt and not live.made:
-                outputs.append(self._answer(live, last[row], best[row]))
+                outputs.append(self._answer(live, last[row], *answers[row]))
 
     def _decode(self, rows: list[Live], outputs: list[Output], passes: list[Pass]) -> None:
+        if self.graphs is not None:
+            self.graphs.prepare(len(rows))  # a capture is no part of a pass
         began = time.perf_counter()
-        fill = self.run.batch - len(rows) if self.run.fixed_rows else 0
-        tokens = torch.tensor([[x.next_token()] for x in rows] + [[0]] * fill, device=self.model.device)
-        lengths = [1] * len(rows) + [0] * fill
-        slots = [*_slots(rows), *[NOBODY] * fill]
-        logits = self.model.forward(tokens, self.state, slots=slots, lengths=lengths, phase="decode")
-        best = best_tokens(logits)
+        tokens, slots = [x.next_token() for x in rows], _slots(rows)
+        lengths = [1] * len(rows) + [0] * (self.run.filled(len(rows)) - len(rows))
+        logits, known = (self._forward if self.graphs is None else self.graphs.run)(tokens, slots)
+        answers = known.tolist()
         passes.append(_pass("decode", rows, lengths, 1, began))
-        for row, live in enumerate(rows):
+        for live, own, answer in zip(rows, logits.unbind(0), answers, strict=False):  # rows that fill up are the last
             live.computed += 1
             if live.computed == len(live.request.ids) + len(live.made):  # else an answer that is run again
-                outputs.append(self._answer(live, logits[row], best[row]))
+                outputs.append(self._answer(live, own, *answer))
+
+    def _forward(self, tokens: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
+        """A decode launched operation by operation: logits of all rows, and what the host is told of them."""
+        fill = self.run.filled(len(slots)) - len(slots)
+        ids = torch.tensor([[t] for t in tokens] + [[0]] * fill, device=self.model.device)
+        lengths = [1] * len(slots) + [0] * fill
+        logits = self.model.forward(ids, self.state, slots=[*slots, *[NOBODY] * fill], lengths=lengths, phase="decode")
+        return logits, told(logits)
 
     def _keep_prefix(self, live: Live) -> None:
         assert live.slot is not None
         self.scheduler.prefixes.keep(live.request.ids, live.computed, live.table, live.slot)
 
-    def _answer(self, live: Live, logits: Tensor, best: int) -> Output:
+    def _answer(self, live: Live, logits: Tensor, best: int, finite: int) -> Output:
         request, index = live.request, len(live.made)
-        token = chosen(request, index, logits, best) if request.max_tokens else None
+        token = chosen(request, index, logits, best, finite=bool(finite)) if request.max_tokens else None
         if token is not None:
             live.made.append(token)
         finish = Finish.stop if token in request.stop else Finish.length if index + 1 >= request.max_tokens else None
@@ -169,7 +182,8 @@ class Runner:
             del self.live[live.number]
             self.scheduler.leave(live)
         prompt = tuple(live.scored) if index == 0 else ()
-        return Output(request=live.number, index=index, token=token, logits=logits, finish=finish, prompt=prompt)
+        return Output(request=live.number, index=index, token=token, logits=logits, finish=finish,
+                      finite=bool(finite), prompt=prompt)  # fmt: skip
 
 
 def pages_for(run: ExecutionAxes, max_len: int) -> int:

@@ -1,11 +1,11 @@
 """Tensors that one launch reads together, lying side by side in memory, so that joining them copies nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from variants.checkpoint_names import EMBEDDING, HEAD, expected_tensors, is_float32_parameter
+from variants.checkpoint_names import expected_tensors
 from variants.model_config import ModelConfig
 from variants.placement import Placement
 
@@ -47,11 +47,9 @@ def beside(parts: Sequence[Tensor]) -> bool:
     return True
 
 
-def groups(config: ModelConfig) -> list[tuple[str, ...]]:
-    """Every tensor of a model by its release name, those that are read together in one group."""
-    left = dict.fromkeys(expected_tensors(config))
-    if config.tie_word_embeddings:
-        del left[HEAD]
+def groups(config: ModelConfig, stored: Iterable[str]) -> list[tuple[str, ...]]:
+    """The tensors of a model that are stored, by their release names, those that are read together in one group."""
+    left = dict.fromkeys(stored)
     found: list[tuple[str, ...]] = []
     for names in _together(config):
         if names and all(n in left for n in names):
@@ -74,14 +72,14 @@ def _together(config: ModelConfig) -> list[tuple[str, ...]]:
     return found
 
 
-def allocated(config: ModelConfig, dtype: torch.dtype, placement: Placement) -> dict[str, Tensor]:
-    """Uninitialised tensors of a model where they are placed, float32 where the release has it, groups side by side."""
+def allocated(config: ModelConfig, dtypes: Mapping[str, torch.dtype], placement: Placement) -> dict[str, Tensor]:
+    """Uninitialised tensors of the names and dtypes given, where they are placed; a group of one dtype side by side."""
     shapes, out = expected_tensors(config), {}
-    for names in groups(config):
-        kind = torch.float32 if is_float32_parameter(names[0]) else dtype
-        rows = [shapes[n][0] for n in names]
-        whole = torch.empty(sum(rows), *shapes[names[0]][1:], dtype=kind, device=placement.of(names[0]))
-        out |= dict(zip(names, whole.split(rows), strict=True))
-    if config.tie_word_embeddings:
-        out[HEAD] = out[EMBEDDING]
-    return {name: out[name] for name in shapes}
+    for group in groups(config, dtypes):
+        alike = len({dtypes[n] for n in group}) == 1
+        for names in [group] if alike else [(n,) for n in group]:
+            rows = [shapes[n][0] for n in names]
+            place = {"dtype": dtypes[names[0]], "device": placement.of(names[0])}
+            whole = torch.empty(sum(rows), *shapes[names[0]][1:], **place)
+            out |= dict(zip(names, whole.split(rows), strict=True))
+    return {name: out[name] for name in dtypes}

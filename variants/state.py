@@ -93,14 +93,7 @@ class State:
 
     def batch(self, slots: Sequence[int], lengths: Sequence[int], width: int, device: str = "cpu") -> Batch:
         """The rows of one step: `lengths` real tokens each in rows of `width`; refuses a slot that would overflow."""
-        live = [s for s in slots if self.paged is False or s != NOBODY]
-        assert len(set(live)) == len(live), "a slot stands in one row only"
-        assert all(0 <= s < len(self.length) for s in live), "a row without a slot must not run: it would write to one"
-        starts = tuple(0 if s == NOBODY else self.length[s] for s in slots)
-        for slot, start, n in zip(slots, starts, lengths, strict=True):
-            assert n == 0 if slot == NOBODY else 1 <= n <= width, "each row has at least one real token and fits"
-            if start + n > self.max_len:
-                raise UsageError(f"a sequence of {start + n} tokens does not fit max_len={self.max_len}")
+        starts = self.starts(slots, lengths, width)
         near = not self.paged and _contiguous(slots)
         index = slice(slots[0], slots[0] + len(slots)) if near else torch.tensor(slots, device=device)
         span = torch.arange(width, device=device)
@@ -115,18 +108,26 @@ class State:
             positions,
             real,
             page_size=self.page_size,
-            tables=self._tables(slots, starts, lengths) if self.paged else None,
+            tables=tuple([] if s == NOBODY else self.tables[s] for s in slots) if self.paged else None,
             null_page=self.pages,
         )
 
-    def _tables(self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> tuple[Sequence[int], ...]:
-        tables = tuple([] if s == NOBODY else self.tables[s] for s in slots)
-        for table, start, n in zip(tables, starts, lengths, strict=True):
-            assert start + n <= len(table) * self.page_size, "a row's pages hold what it has and what it adds"
-        return tables
+    def starts(self, slots: Sequence[int], lengths: Sequence[int], width: int = 1) -> tuple[int, ...]:
+        """Where the new tokens of each row begin; refuses a slot that would overflow."""
+        live = [s for s in slots if self.paged is False or s != NOBODY]
+        assert len(set(live)) == len(live), "a slot stands in one row only"
+        assert all(0 <= s < len(self.length) for s in live), "a row without a slot must not run: it would write to one"
+        starts = tuple(0 if s == NOBODY else self.length[s] for s in slots)
+        for slot, start, n in zip(slots, starts, lengths, strict=True):
+            assert n == 0 if slot == NOBODY else 1 <= n <= width, "each row has at least one real token and fits"
+            if start + n > self.max_len:
+                raise UsageError(f"a sequence of {start + n} tokens does not fit max_len={self.max_len}")
+            held = len(self.tables[slot]) * self.page_size if self.paged and slot != NOBODY else start + n
+            assert start + n <= held, "a row's pages hold what it has and what it adds"
+        return starts
 
-    def advance(self, batch: Batch) -> None:
-        for slot, n in zip(batch.slots, batch.lengths, strict=True):
+    def advance(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        for slot, n in zip(slots, lengths, strict=True):
             if slot != NOBODY:
                 self.length[slot] += n
 
@@ -239,8 +240,7 @@ def append(store: Tensor, batch: Batch, value: Tensor) -> None:
         start, n = batch.starts[0], batch.lengths[0]
         store[batch.slots[0], start : start + n] = value[0]
         return
-    tokens, cells = batch.writes
-    value = value.flatten(0, 1) if tokens is None else value.flatten(0, 1)[tokens]
+    value, cells = batch.written(value)
     store.flatten(0, 1)[cells] = value.to(store.dtype)
 
 

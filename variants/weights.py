@@ -1,7 +1,8 @@
 """Parameters in the dtype that an operation reads them in: cast once, shared by every variant of a process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from variants.checkpoint import Checkpoint
@@ -31,22 +32,39 @@ class Casts:
         through: formats that the values are rounded to before, in order (ties_to_even); one that holds them as they
         are stored changes nothing and makes no copy of its own.
         """
-        tensors = [self.checkpoint.tensors[n] for n in names]
-        stored = widest(*map(dtype_of, tensors))
-        through = tuple(f for f in through if f.precision < stored.precision)
+        through = self._narrower(names, through)
         key = (names, dtype, through)
         if key not in self._made:
-            home = self.placement.of(names[0])
-            parts = [store_as(_rounded(t.to(home), through), dtype) for t in tensors]
-            self._made[key] = joined(parts)
+            self._made[key] = self._cast(names, dtype, through)
         return self._made[key]
 
-    def stack(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-        """A tensor derived from several parameters (the experts of a layer), kept like a cast."""
-        key = ("stack", *key)
+    def stack(self, groups: Sequence[tuple[str, ...]], dtype: DType, through: tuple[DType, ...] = ()) -> Tensor:
+        """The casts of several groups of one shape (the experts of a layer) as [n, ...], kept like a cast.
+
+        A view of the checkpoint where that holds them so; else each is copied in as it is made, so that never more than
+        one of them is held beside the stack.
+        """
+        through = self._narrower(groups[0], through)
+        key = (*groups, dtype, through)
         if key not in self._made:
-            self._made[key] = make()
+            stored = [self.checkpoint.tensors[n] for n in groups[0]]
+            if not through and all(t.dtype is dtype.torch for t in stored):
+                self._made[key] = stacked([self._cast(names, dtype, through) for names in groups])
+            else:
+                shape = (len(groups), sum(len(t) for t in stored), *stored[0].shape[1:])
+                stack = torch.empty(shape, dtype=dtype.torch, device=self.placement.of(groups[0][0]))
+                for out, names in zip(stack, groups, strict=True):
+                    out.copy_(self._cast(names, dtype, through))
+                self._made[key] = stack
         return self._made[key]
+
+    def _narrower(self, names: tuple[str, ...], through: tuple[DType, ...]) -> tuple[DType, ...]:
+        stored = widest(*(dtype_of(self.checkpoint.tensors[n]) for n in names))
+        return tuple(f for f in through if f.precision < stored.precision)
+
+    def _cast(self, names: tuple[str, ...], dtype: DType, through: tuple[DType, ...]) -> Tensor:
+        home = self.placement.of(names[0])
+        return joined([store_as(_rounded(self.checkpoint.tensors[n].to(home), through), dtype) for n in names])
 
     def by_columns(self, weight: Tensor) -> Tensor:
         """The same [N, K] lying in memory by columns where it has more rows than columns; made once for each weight."""
@@ -91,6 +109,11 @@ class Weights:
         parts = [self._patched(self.patch, name, dtype, operand) for name in names]
         return joined(parts)
 
+    def stored(self, names: tuple[str, ...], *, within: DType) -> DType:
+        """The format that the checkpoint has these tensors in where it is bf16 and `within` holds it, else `within`."""
+        formats = {dtype_of(self.casts.checkpoint.tensors[n]) for n in names}
+        return DType.bf16 if formats == {DType.bf16} and self.patch is None and within is DType.f32 else within
+
     def _patched(self, patch: Patch, name: str, dtype: DType, operand: DType | None) -> Tensor:
         base = self.casts.cast((name,), DType.f64, self._through(name, None))
         patched = patch(name, base)
@@ -104,11 +127,9 @@ class Weights:
         """The experts of a layer as [E, sum N, K]; `leaves` are stacked within each expert."""
         names = [tuple(f"{prefix}.experts.{e}.{leaf}.weight" for leaf in leaves) for e in range(count)]
 
-        def make() -> Tensor:
-            return stacked([self.cat(group, dtype, operand=operand) for group in names])
-
-        key = (prefix, leaves, dtype, self._through("weight", operand))
-        return make() if self.patch is not None else self.casts.stack(key, make)
+        if self.patch is None:
+            return self.casts.stack(names, dtype, self._through("weight", operand))
+        return stacked([self.cat(group, dtype, operand=operand) for group in names])
 
 
 def _rounded(x: Tensor, through: tuple[DType, ...]) -> Tensor:

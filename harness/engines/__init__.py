@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from harness.engines.assets import checkpoint_folder
 from harness.engines.protocol import Engine
+from harness.parts import part
 from variants.errors import InputError
 
 if TYPE_CHECKING:
     from harness.config import Config, EngineChoice
 
 
+@part("load")
 def make_engine(config: Config) -> Engine:
     """The engine of a Config; what was loaded last is kept, so that the jobs of a multirun share one load.
 

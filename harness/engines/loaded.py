@@ -28,6 +28,6 @@ def random_casts(path: str, seed: int, *devices: str) -> Casts:
 
 @lru_cache(maxsize=1)
 def shared_casts(folder: str, sha256: str | None, *devices: str) -> Casts:
-    """The checkpoint of a folder; a tensor is taken to its device when it is first asked for."""
-    checkpoint = load_checkpoint(folder, expect_sha256=sha256)
-    return Casts(checkpoint, placement=spread(checkpoint.config, devices))
+    """The checkpoint of a folder, each tensor read straight to its device."""
+    placement = spread(load_config(folder), devices)
+    return Casts(load_checkpoint(folder, expect_sha256=sha256, placement=placement), placement=placement)

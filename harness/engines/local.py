@@ -48,14 +48,16 @@ class LocalEngine:
         self.recipe = resolve(variant, casts.checkpoint.config)
         if self.recipe.tf32 and casts.device == "cpu":
             raise UsageError("variant: tf32=true has no effect on the cpu; remove it or run on cuda")
-        if self.recipe.execution.fused and len(casts.placement.devices) > 1:
-            raise UsageError("execution.fused=true: a fused step is on one device; set device.pipeline=1")
-        if self.recipe.execution.graph is Graph.cuda and casts.device == "cpu":
+        run = self.recipe.execution
+        if (run.fused or run.graph is Graph.cuda) and len(casts.placement.devices) > 1:
+            setting = "fused=true" if run.fused else "graph=cuda"
+            raise UsageError(f"execution.{setting}: such a step is on one device; set device.pipeline=1")
+        if run.graph is Graph.cuda and casts.device == "cpu":
             raise DeviceError(
                 "execution.graph=cuda needs a CUDA device, got cpu: set device=cuda, or variant.execution.graph=off"
             )
         check_environment(self.recipe.implementations, casts.device)
-        self.compiling = Compiling(tuple(sorted(self.recipe.implementations - {"torch"})))
+        self.compiling = Compiling(tuple(sorted(self.recipe.implementations - {"torch", "native"})))
         self._warm: set[tuple[int, ...]] = set()
         self._shapes: set[tuple[str, int]] = set()
         self._model: Model | None = None

@@ -41,10 +41,11 @@ def short_conv(
         raise UsageError("short conv: the state must be contiguous and the filter 2 taps or more")
     out = torch.empty(raw.shape, dtype=out_dtype, device=raw.device)
     raw, weight = raw.contiguous(), weight.contiguous()
-    cells = triton.cdiv(channels, BLOCK_C)
-    _conv_kernel[(triton.cdiv(max(batch.lengths), BLOCK_T), cells, len(batch.lengths))](
+    cells, longest = triton.cdiv(channels, BLOCK_C), max(batch.lengths)
+    tokens = 1 if longest == 1 else BLOCK_T  # of a program; no token's sum follows it
+    _conv_kernel[(triton.cdiv(longest, tokens), cells, len(batch.lengths))](
         raw, weight, state, out, batch.cu_seqlens, batch.slots,
-        C=channels, W=width, BT=BLOCK_T, BC=BLOCK_C, SILU=silu, OUT=format_of(out_dtype), num_warps=4,
+        C=channels, W=width, BT=tokens, BC=BLOCK_C, SILU=silu, OUT=format_of(out_dtype), num_warps=4,
     )  # fmt: skip
     _carry_kernel[(cells, len(batch.lengths))](
         raw, state, batch.cu_seqlens, batch.slots, C=channels, W=width, BC=BLOCK_C,

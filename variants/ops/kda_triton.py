@@ -71,8 +71,9 @@ def recurrent(
     out = torch.empty(v.shape, dtype=out_dtype, device=v.device)
     block_k = block(k_dim)
     a_log, dt_bias = gate_operands(fused, q)
+    q, k, v, g = (_whole_tokens(x) for x in (q, k, v, g))
     _recurrent_kernel[(triton.cdiv(v.shape[-1], BLOCK_V), len(batch.lengths) * h)](
-        q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(),
+        q, k, v, g, beta.contiguous(), q.stride(1), k.stride(1), v.stride(1), g.stride(1),
         a_log, dt_bias, state, out, batch.cu_seqlens, batch.slots, fused.scale,
         H=h, K=k_dim, V=v.shape[-1], BK=block_k, BV=BLOCK_V, OUT=format_of(out_dtype),
         NORMALIZE=fused.normalize, GATE=fused.a_log is not None, SIGMOID=fused.sigmoid,
@@ -100,6 +101,12 @@ def check(name: str, operands: tuple[Tensor, ...], state: Tensor, batch: Ragged 
         raise UsageError(f"{name}: a packed batch of {batch.tokens} tokens needs inputs [1, {batch.tokens}, ...]")
 
 
+def _whole_tokens(x: Tensor) -> Tensor:
+    """x [B, T, H, .], copied unless its tokens are each whole and evenly apart, as parts of one tensor are."""
+    apart = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return x if apart and x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
+
+
 @lru_cache(maxsize=64)
 def dense_batch(rows: int, length: int, device: str) -> Ragged:
     """Rows of one length, each with the slot of its own number."""
@@ -125,19 +132,19 @@ def softplus_gate(x, a):
 
 
 @triton.jit
-def _token(q, k, v, g, beta, at, rows, cols, in_k, in_v, live, K: tl.constexpr, V: tl.constexpr):
-    """One token's operands as they lie in memory, at row `at` of [tokens * heads]; zeros where `live` is not set."""
-    qt = tl.load(q + at * K + rows, mask=in_k & live, other=0.0)
-    kt = tl.load(k + at * K + rows, mask=in_k & live, other=0.0)
-    gt = tl.load(g + at * K + rows, mask=in_k & live, other=0.0)
-    vt = tl.load(v + at * V + cols, mask=in_v & live, other=0.0)
-    bt = tl.load(beta + at, mask=live, other=0.0)
+def _token(q, k, v, g, beta, q_step, k_step, v_step, g_step, beta_step, token, in_k, in_v, live):
+    """One token's operands as they lie in memory, from where its head lies in the first; zeros where not `live`."""
+    qt = tl.load(q + token * q_step, mask=in_k & live, other=0.0)
+    kt = tl.load(k + token * k_step, mask=in_k & live, other=0.0)
+    gt = tl.load(g + token * g_step, mask=in_k & live, other=0.0)
+    vt = tl.load(v + token * v_step, mask=in_v & live, other=0.0)
+    bt = tl.load(beta + token * beta_step, mask=live, other=0.0)
     return qt, kt, vt, gt, bt
 
 
 @triton.jit
 def _recurrent_kernel(
-    q, k, v, g, beta, a_log, dt_bias, state, o, cu_seqlens, slots, scale,
+    q, k, v, g, beta, q_step, k_step, v_step, g_step, a_log, dt_bias, state, o, cu_seqlens, slots, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr,
     NORMALIZE: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
@@ -154,11 +161,14 @@ def _recurrent_kernel(
     if GATE:
         a = tl.load(a_log + head)
         bias = tl.load(dt_bias + head * K + rows, mask=in_k, other=0.0)
-    qt, kt, vt, gt, bt = _token(q, k, v, g, beta, first, rows, cols, in_k, in_v, live, K, V)
+    q, k, g, v, beta = q + head * K + rows, k + head * K + rows, g + head * K + rows, v + head * V + cols, beta + head
+    token = begin.to(tl.int64)
+    qt, kt, vt, gt, bt = _token(q, k, v, g, beta, q_step, k_step, v_step, g_step, H, token, in_k, in_v, live)
     for t in range(length):
         # the next token's loads are in flight while this one is computed
         more = live & (t + 1 < length)
-        qn, kn, vn, gn, bn = _token(q, k, v, g, beta, first + (t + 1) * H, rows, cols, in_k, in_v, more, K, V)
+        after = token + t + 1
+        qn, kn, vn, gn, bn = _token(q, k, v, g, beta, q_step, k_step, v_step, g_step, H, after, in_k, in_v, more)
         query, key, decay, b = qt.to(tl.float32), kt.to(tl.float32), gt.to(tl.float32), bt.to(tl.float32)
         if NORMALIZE:
             query = query / tl.sqrt(tl.sum(query * query, 0) + 1e-6)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.ops import conv_triton, kda_triton, mla, moe_triton, row_mix_triton, row_triton
+from variants.ops import conv_triton, kda_triton, mla, moe_triton, row_mix_triton, row_slots_triton, row_triton
 from variants.ops.launch_triton import Ragged
 from variants.ops.moe_triton import Rounding
 
@@ -21,23 +21,24 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def short_conv(raw: Tensor, weight: Tensor, pool: Tensor, *, batch: Ragged, slot: int) -> Tensor:
-    """As `conv_triton.short_conv`, in bf16: raw [tokens, C], pool [slots, W - 1, C]; slot: of a token that is alone."""
-    if batch.lengths == (1,):
-        return row_mix_triton.short_conv(raw[0], weight, pool[slot], out_dtype=raw.dtype).unsqueeze(0)
+def short_conv(raw: Tensor, weight: Tensor, pool: Tensor, *, batch: Ragged, alone: bool) -> Tensor:
+    """As `conv_triton.short_conv`, in bf16: raw [tokens, C], pool [slots, W - 1, C]; alone: one token is all there is,
+    rows that fill a batch up counted too."""
+    if alone:
+        return row_mix_triton.short_conv(raw[0], weight, pool, batch.slots, out_dtype=raw.dtype).unsqueeze(0)
     return conv_triton.short_conv(raw, weight, pool, batch=batch, out_dtype=raw.dtype)
 
 
 def delta_step(
-    operands: tuple[Tensor, ...], pool: Tensor, *, batch: Ragged, slot: int, fused: kda_triton.Fused
+    operands: tuple[Tensor, ...], pool: Tensor, *, batch: Ragged, alone: bool, fused: kda_triton.Fused
 ) -> Tensor:
-    """One token of each row: q, k, v, g, beta as `kda_triton.recurrent` takes them, raw; o in bf16."""
+    """One token of each row: q, k, v, g, beta as `kda_triton.recurrent` takes them, raw; o in bf16. alone: as above."""
     q, k, v, g, beta = operands
-    if batch.lengths != (1,):
+    if not alone:
         return kda_triton.recurrent(q, k, v, g, beta, pool, batch=batch, fused=fused, out_dtype=v.dtype)[0]
     gate = kda_triton.gate_operands(fused, q)
-    q, k, v, g, beta = (x[0, 0] for x in operands)
-    return row_mix_triton.delta_step(q, k, v, g, beta, pool[slot], gate, fused.scale, out_dtype=v.dtype)[None, None]
+    alone_ = tuple(x[0, 0] for x in operands)
+    return row_mix_triton.delta_step(alone_, pool, batch.slots, gate, fused.scale, out_dtype=v.dtype)[None, None]
 
 
 def absorb(x: Tensor, weight: Tensor) -> Tensor:
@@ -68,18 +69,9 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, *,
 
 
 def _grouped(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    n, k = ids.shape
-    order = ids.flatten().argsort(stable=True)
-    ends = torch.bincount(ids.flatten(), minlength=w13.shape[0]).cumsum(0, dtype=torch.int32)
-    both = F.grouped_mm(x[order // k], w13.transpose(1, 2), offs=ends)
+    place, source, ends = row_slots_triton.by_expert(ids, w13.shape[0])
+    both = F.grouped_mm(x[source], w13.transpose(1, 2), offs=ends)
     gate, up = both.chunk(2, -1)
     act = row_triton.silu_and_mul(gate, up, silu=x.dtype, out_dtype=x.dtype)
     down = F.grouped_mm(act, w2.transpose(1, 2), offs=ends)
-    down = (down * weights.flatten()[order].unsqueeze(1)).to(
-        x.dtype
-    )  # bf16 by float32: a float32 product, rounded once
-    out = torch.empty_like(down).index_copy_(0, order, down).view(n, k, -1).float()
-    total = out[:, 0]
-    for j in range(1, k):
-        total = total + out[:, j]
-    return total.to(x.dtype)
+    return row_slots_triton.weighted_sum(down, place, weights)

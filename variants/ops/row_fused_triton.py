@@ -117,7 +117,7 @@ def gates_conv_kernel(
     else:
         c = (pid - f_programs - g_programs) * BC + tl.arange(0, BC)
         enter(PDL)
-        conv_channels(proj, conv_state, conv_w, mixed, c, c < C, C, W, BF16)
+        conv_channels(proj, conv_state, conv_w, mixed, c, c < C, c < C, C, W, BF16)
 
 
 @triton.jit

@@ -38,40 +38,45 @@ SLOT_TILE = 16384  # values of all chosen experts' down projections that a progr
 DOWN_WARPS = 4
 
 
-def short_conv(raw: Tensor, weight: Tensor, state: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-    """One token: raw [C], weight float32 [C, W], state [W - 1, C] of one slot, moved on in place. Returns [C]."""
-    require("row conv", raw=raw, weight=weight, state=state)
+def short_conv(raw: Tensor, weight: Tensor, pool: Tensor, slot: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """One token: raw [C], weight float32 [C, W], pool [slots, W - 1, C], moved on in place at slot [1]. Returns [C].
+
+    Slot -1: no state is touched.
+    """
+    require("row conv", raw=raw, weight=weight, pool=pool)
     channels, width = weight.shape
-    expect("row conv", {"raw": (raw, (channels,)), "state": (state, (width - 1, channels))})
+    expect("row conv", {"raw": (raw, (channels,)), "pool": (pool, (len(pool), width - 1, channels)),
+                        "slot": (slot, (1,))})  # fmt: skip
     out = torch.empty(channels, dtype=out_dtype, device=raw.device)
     _conv_kernel[(triton.cdiv(channels, CHANNELS),)](
-        raw.contiguous(), state, weight, out, C=channels, W=width, BC=CHANNELS, OUT=format_of(out_dtype),
+        raw.contiguous(), pool, slot, weight, out, C=channels, W=width, BC=CHANNELS, OUT=format_of(out_dtype),
         num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _conv_kernel(raw, state, weight, out, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, OUT: tl.constexpr):
-    c = tl.program_id(0) * BC + tl.arange(0, BC)
-    conv_channels(raw, state, weight, out, c, c < C, C, W, OUT)
+def _conv_kernel(raw, pool, slot, weight, out, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, OUT: tl.constexpr):
+    at, c = tl.load(slot).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
+    conv_channels(raw, pool + at * (W - 1) * C, weight, out, c, c < C, (c < C) & (at >= 0), C, W, OUT)
 
 
 def delta_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, gate: tuple[Tensor, Tensor], scale: float,
+    operands: tuple[Tensor, ...], pool: Tensor, slot: Tensor, gate: tuple[Tensor, Tensor], scale: float,
     *, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """One token of the delta rule: q, k, g [H, K] and v [H, V] raw, beta [H] before its sigmoid, state [H, K, V].
+    """One token of the delta rule: q, k [H, K], v [H, V], g [H, K] and beta [H] raw, pool [slots, H, K, V].
 
-    gate: A_log [H] and dt_bias [H, K], float32. The state is updated in place; returns o [H, V].
+    gate: A_log [H] and dt_bias [H, K], float32. The state at slot [1] is updated in place (-1: none); returns o [H, V].
     """
-    require("row delta rule", q=q, k=k, v=v, g=g, beta=beta)
-    require("row delta rule", (torch.float32,), state=state)
-    heads, width, v_width = state.shape
-    out = torch.empty(heads, v_width, dtype=out_dtype, device=q.device)
+    require("row delta rule", **dict(zip("qkvgb", operands, strict=True)))
+    require("row delta rule", (torch.float32,), pool=pool)
+    expect("row delta rule", {"slot": (slot, (1,))})
+    _, heads, width, v_width = pool.shape
+    out = torch.empty(heads, v_width, dtype=out_dtype, device=pool.device)
     delta_kernel[(heads,)](
-        q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), *gate, state, out, out, out,
-        scale, 0.0, K=width, V=v_width, BK=block(width), BV=block(v_width), TAIL=False, PDL=False,
+        *(x.contiguous() for x in operands), *gate, pool, slot, out, out, out,
+        scale, 0.0, K=width, V=v_width, BK=block(width), BV=block(v_width), POOL=True, TAIL=False, PDL=False,
         OUT=format_of(out_dtype), num_warps=DELTA_WARPS,
     )  # fmt: skip
     return out
@@ -79,16 +84,22 @@ def delta_step(
 
 @triton.jit
 def delta_kernel(
-    q, k, v, g, beta, a_log, dt_bias, state, o, gate, weight, scale, eps,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
-    OUT: tl.constexpr,
+    q, k, v, g, beta, a_log, dt_bias, state, slot, o, gate, weight, scale, eps,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, POOL: tl.constexpr, TAIL: tl.constexpr,
+    PDL: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """One head, its state in registers; TAIL: the gated norm of its output is stored instead of it."""
+    """One head, its state in registers. POOL: the state is that of a slot, -1 for none, of a pool of states; else the
+    slot is not read. TAIL: the gated norm of the output is stored instead of it."""
     head = tl.program_id(0)
     rows, cols = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = rows < K, cols < V
     home = state + head * K * V + rows[:, None] * V + cols[None, :]
-    s = tl.load(home, mask=in_k[:, None] & in_v[None, :], other=0.0)
+    held = in_k[:, None] & in_v[None, :]
+    if POOL:
+        at = tl.load(slot).to(tl.int64)
+        home += at * tl.num_programs(0) * K * V
+        held = held & (at >= 0)
+    s = tl.load(home, mask=held, other=0.0)
     bias = tl.load(dt_bias + head * K + rows, mask=in_k, other=0.0)
     rate = tl.load(a_log + head)
     enter(PDL)
@@ -108,7 +119,7 @@ def delta_kernel(
     if TAIL:
         y = gated(y.to(tl.float32), opened, scaled, eps, V, OUT)
     tl.store(o + head * V + cols, y, mask=in_v)
-    tl.store(home, s, mask=in_k[:, None] & in_v[None, :])
+    tl.store(home, s, mask=held)
 
 
 def absorb(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:

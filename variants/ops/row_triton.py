@@ -121,17 +121,20 @@ def activated(gate, up, SILU: tl.constexpr, ACT: tl.constexpr):
 
 
 @triton.jit
-def conv_channels(raw, state, weight, out, c, ok, C: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr):
-    """One token of some channels: taps from the oldest to the newest, SiLU, and the carried inputs moved on by one."""
+def conv_channels(raw, state, weight, out, c, ok, held, C: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr):
+    """One token of some channels: taps from the oldest to the newest, SiLU, and the carried inputs moved on by one.
+
+    ok: which channels there are; held: of which of them there is a state.
+    """
     acc = tl.zeros_like(c).to(tl.float32)
     for j in tl.static_range(W - 1):
-        kept = tl.load(state + j * C + c, mask=ok, other=0.0)
+        kept = tl.load(state + j * C + c, mask=held, other=0.0)
         acc += tl.load(weight + c * W + j, mask=ok, other=0.0).to(tl.float32) * kept.to(tl.float32)
         if j > 0:
-            tl.store(state + (j - 1) * C + c, kept, mask=ok)
+            tl.store(state + (j - 1) * C + c, kept, mask=held)
     fresh = tl.load(raw + c, mask=ok, other=0.0)
     acc += tl.load(weight + c * W + W - 1, mask=ok, other=0.0).to(tl.float32) * fresh.to(tl.float32)
-    tl.store(state + (W - 2) * C + c, narrow(fresh.to(tl.float32), state.dtype.element_ty), mask=ok)
+    tl.store(state + (W - 2) * C + c, narrow(fresh.to(tl.float32), state.dtype.element_ty), mask=held)
     tl.store(out + c, narrow(acc * sigmoid(acc), OUT), mask=ok)
 
 
@@ -379,19 +382,21 @@ def _gated_kernel(x, weight, gate, out, eps, D: tl.constexpr, BD: tl.constexpr, 
 
 
 def silu_and_mul(gate: Tensor, up: Tensor, *, silu: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """silu(gate) rounded to `silu`, times up, rounded to `out_dtype`: gate, up [..., I]."""
+    """silu(gate) rounded to `silu`, times up, rounded to `out_dtype`: gate, up [..., I], halves of one tensor too."""
     require("row swiglu", gate=gate, up=up)
     out = torch.empty(gate.shape, dtype=out_dtype, device=gate.device)
-    _act_kernel[(triton.cdiv(gate.numel(), CHANNELS),)](
-        gate.contiguous(), up.contiguous(), out, gate.numel(), B=CHANNELS, SILU=format_of(silu),
+    gate, up = (x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous() for x in (gate, up))
+    rows, width = gate.shape
+    _act_kernel[(rows, triton.cdiv(width, CHANNELS))](
+        gate, up, out, width, gate.stride(0), up.stride(0), B=CHANNELS, SILU=format_of(silu),
         ACT=format_of(out_dtype), num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _act_kernel(gate, up, out, n, B: tl.constexpr, SILU: tl.constexpr, ACT: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    g = tl.load(gate + at, mask=at < n, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(out + at, narrow(activated(g, u, SILU, ACT), ACT), mask=at < n)
+def _act_kernel(gate, up, out, width, gate_step, up_step, B: tl.constexpr, SILU: tl.constexpr, ACT: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    g = tl.load(gate + row * gate_step + at, mask=at < width, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_step + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, narrow(activated(g, u, SILU, ACT), ACT), mask=at < width)

@@ -1,0 +1,125 @@
+"""Whether a variant gives the same bits watched and unwatched.
+
+What looks inside runs each operation by itself, where a probe can see it; what gives the tokens may run them joined
+into one step (`execution.fused`) or replay them as a graph. A fault in that is in the tokens, in no other instrument.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from harness.engines.local import LocalEngine
+from harness.engines.paged_rows import outputs, runner_for
+from harness.forced_errors import Battery
+from harness.golden_data import Golden
+from harness.parts import part
+from harness.probes import Tap
+from harness.reach import long_enough
+from harness.reused_slot import SITES, carried, same
+from harness.verdict import Finding
+from variants.axes import Execution, Graph
+from variants.decode import Sequences
+from variants.model import Model
+from variants.request import Request
+
+INSTRUMENT = "as_run"
+Forced = tuple[list[int], list[int]]  # a prompt, and the tokens after it
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsRun:
+    """tokens: logits compared. found: the first difference."""
+
+    tokens: int
+    found: Finding | None = None
+
+    def record(self) -> dict[str, object]:
+        return {"tokens": self.tokens}
+
+    def findings(self) -> list[Finding]:
+        return [] if self.found is None else [self.found]
+
+
+@part("watched twin")
+def as_run(engine: LocalEngine, battery: Battery) -> AsRun:
+    """The shortest and the longest prompt and one past every tile, with their forced tokens, by both paths."""
+    paths, compared = (engine.model, engine.build(probe=Tap(lambda site, layer: False))), 0
+    if engine.recipe.execution.mode is Execution.paged:
+        return _together(paths, _chosen(engine, battery))
+    for prompt, continuation in _chosen(engine, battery):
+        ran, watched = (Sequences(model, [prompt], len(continuation) + 1) for model in paths)
+        logits = [ran.start(), watched.start()]
+        for t in range(len(continuation) + 1):
+            compared += 1
+            if not same(*logits):
+                return AsRun(tokens=compared, found=_difference(ran, watched, logits, len(prompt), t))
+            if t < len(continuation):
+                token = torch.tensor([continuation[t]], device=engine.model.device)
+                logits = [ran.after(token), watched.after(token)]
+    return AsRun(tokens=compared)
+
+
+def _together(paths: tuple[Model, Model], rows: list[Forced]) -> AsRun:
+    """All of them through a runner each: the same schedule, so the same rows beside each other."""
+    requests = [Request(ids=tuple(p), max_tokens=len(c), forced=tuple(c)) for p, c in rows]
+    ran, watched = (list(outputs(runner_for(model, requests), requests)) for model in paths)
+    for n, (a, b) in enumerate(zip(ran, watched, strict=True)):
+        assert (a.request, a.index) == (b.request, b.index), "a schedule follows the requests alone"
+        if not same(a.logits, b.logits):
+            where = f"prompt of {len(rows[a.request][0])} tokens, token {a.index} of its answer"
+            graph = (
+                " (execution.graph: look at what is captured)" if paths[0].recipe.execution.graph is Graph.cuda else ""
+            )
+            reason = f"{where}: logits of the variant as it runs are not those of its operations one by one{graph}"
+            return AsRun(tokens=n + 1, found=Finding(instrument=INSTRUMENT, reason=reason))
+    return AsRun(tokens=len(ran))
+
+
+def free_and_forced(engine: LocalEngine, golden: Golden, free: np.ndarray, forced: np.ndarray) -> list[Finding]:
+    """Where a prompt alone chose another token freely than forced along the same prefix: the first one, or nothing.
+
+    free: tokens [N, T] of the gate; forced: choices [N, T] after the golden's tokens. The same up to the first token
+    that is not the golden's. Rows that run together may move each other's last bits, so they are not compared.
+    """
+    if engine.recipe.execution.mode is Execution.paged or engine.recipe.execution.batch > 1:
+        return []
+    same_prefix = np.logical_and.accumulate(free == golden.tokens[0], 1)
+    same_prefix = np.concatenate([np.ones((len(free), 1), bool), same_prefix[:, :-1]], 1)
+    apart = np.argwhere(same_prefix & (free != forced) & (free >= 0) & (forced >= 0))
+    if not len(apart):
+        return []
+    n, t = (int(i) for i in apart[0])
+    reason = (
+        f"p{n}[{t}]: runs freely to token {free[n, t]}, forced along the same tokens to {forced[n, t]} "
+        f"({len(apart)} places): what it carries is not the same"
+    )
+    return [Finding(instrument=INSTRUMENT, reason=reason)]
+
+
+def _chosen(engine: LocalEngine, battery: Battery) -> list[Forced]:
+    far = long_enough(engine.recipe, battery, engine.casts.checkpoint.config.max_length)
+    rows = sorted(zip(battery.prompts, battery.continuations, strict=True), key=lambda row: len(row[0]))
+    made = [] if far is None else list(zip(far.prompts, far.continuations, strict=True))
+    ends = rows[:1] if len(rows) == 1 else [rows[0], rows[-1]]
+    return [(list(p), list(c)) for p, c in (*ends, *made)]
+
+
+def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], tokens: int, t: int) -> Finding:
+    """Where it shows first: in what a layer carries on, else in the logits alone."""
+    apart = float((logits[0].double() - logits[1].double()).abs().max())
+    step = "prefill" if t == 0 else f"decode step {t}"
+    told = f"{step} after {tokens} tokens: logits of the variant as it runs are not those of its operations one by one"
+    joined = t > 0 and ran.model.recipe.execution.fused
+    fused = " (execution.fused: look at what joins them)" if joined else " (one path, twice: it does not repeat itself)"
+    theirs = carried(watched.state, [0])
+    for (layer, store, row), x in carried(ran.state, [0]).items():
+        if not same(x, theirs[layer, store, row]):
+            first = (
+                f"first carried value that differs: layer {layer} {SITES[store]}, so from layer {max(layer - 1, 0)} on"
+            )
+            reason = f"layer {layer} {SITES[store]}: {told}, {apart:.2g} apart; {first}{fused}"
+            return Finding(instrument=INSTRUMENT, reason=reason, site=SITES[store], layer=layer)
+    return Finding(
+        instrument=INSTRUMENT, reason=f"{told}, {apart:.2g} apart, though what is carried is the same{fused}"
+    )
