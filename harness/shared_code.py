@@ -2,8 +2,8 @@
 
 Local replay, ladder and envelope hold a variant against the oracle, and the oracle runs the same functions of
 `variants/`: whoever edits one in place changes both. So the oracle itself is held against `harness.definition`, which
-shares nothing with it, value by value on a few short prompts and on one long enough to enter every further piece, tile
-and page of what is declared: local replay goes there too, but with the same code.
+shares nothing with it, value by value on a few short prompts, alone and together, and on one long enough to enter every
+further piece, tile and page of what is declared: local replay goes there too, but with the same code.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from variants.weights import Casts
 
 INSTRUMENT = "definition"
 LARGEST_BYTES = 2**31  # of float64 parameters; beyond that the second opinion would take minutes and is left out
-PROMPTS, TOKENS = 2, 8
+PROMPTS, TOKENS, TOGETHER = 2, 8, 3  # the two prompts also run as rows of one batch, over fewer tokens
 # Relative to the rms of a position. Two float64 orders of these sums differ by 1e-13; a float32 slip by 1e-7.
 TOLERANCE = 1e-9
 
@@ -67,16 +67,18 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
         return SecondOpinion(left_out=f"{parameters / 1e9:.1f} G parameters: too many for the definition in NumPy")
     make, config = make_oracle(casts, declared, semantics=Semantics()), casts.checkpoint.config
     longer = long_enough(declared, battery, config.max_length)
-    rows = _rows(battery) + ([] if longer is None else _rows(longer))
+    rows = _rows(battery)
+    alone = rows + ([] if longer is None else _rows(longer))
+    few = min(TOGETHER, *(len(forced) for _, forced in rows))
+    together = [(prompt, forced[:few]) for prompt, forced in rows]
+    parameter = lambda name: casts.checkpoint.tensors[name].cpu().double().numpy()  # noqa: E731
     first: dict[Place, float] = {}
     compared, largest = 0, 0.0
-    for prompt, forced in rows:
-        told = forward(
-            config, lambda name: casts.checkpoint.tensors[name].cpu().double().numpy(), [*prompt, *forced[:-1]]
-        )
-        tap = Passes(lambda site, layer, told=told: (site, layer) in told)
-        stepper = Sequences(make(tap), [prompt], len(forced))
-        for place, size in _differences(tap, stepper, told, forced):
+    for group in (*([row] for row in alone), *([together] if len(together) > 1 else [])):
+        told = [forward(config, parameter, [*prompt, *forced[:-1]]) for prompt, forced in group]
+        tap = Passes(lambda site, layer, told=told: (site, layer) in told[0])
+        stepper = Sequences(make(tap), [prompt for prompt, _ in group], max(len(forced) for _, forced in group))
+        for place, size in _differences(tap, stepper, told, [forced for _, forced in group]):
             compared += 1
             largest = max(largest, size)
             if size > TOLERANCE:
@@ -100,15 +102,21 @@ def _rows(battery: Battery) -> list[tuple[list[int], list[int]]]:
     return [(list(battery.prompts[i]), list(battery.continuations[i][:TOKENS])) for i in list(chosen)[:PROMPTS]]
 
 
-def _differences(tap: Passes, stepper: Sequences, told: Values, forced: Sequence[int]) -> Iterator[tuple[Place, float]]:
-    """The relative difference of each value that the run passes; router ids differ by 1 where they differ."""
-    for _ in walk_steppers([stepper], [list(forced)]):
+def _differences(
+    tap: Passes, stepper: Sequences, told: Sequence[Values], forced: Sequence[Sequence[int]]
+) -> Iterator[tuple[Place, float]]:
+    """The relative difference of each row's part of each value that the run passes; router ids differ by 1 if they do.
+
+    A value is [rows, tokens, ...] or the same with rows and tokens as one, or has one token a row.
+    """
+    for _ in walk_steppers([stepper], forced):
         for step, calls in tap.passes:
-            (start,), (length,) = step.starts, step.lengths
             for place, values in calls.items():
-                mine = values[-1]
-                span = told[place][start : start + length]
-                yield place, _difference(mine, span if mine.numel() >= span.size else span[-1:])
+                width = told[0][place][0].size
+                mine = values[-1].reshape(len(step.slots), -1, width)
+                for row, slot, start, n in zip(mine, step.slots, step.starts, step.lengths, strict=True):
+                    span = told[slot][place][start : start + n]
+                    yield (place, _difference(row[:n], span) if len(row) >= n else _difference(row, span[-1:]))
         tap.passes.clear()
 
 

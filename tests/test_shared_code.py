@@ -130,6 +130,27 @@ def test_a_fault_that_begins_on_the_second_page_is_named(monkeypatch: pytest.Mon
     assert found.departs[0] == ("mla_core", 1)
 
 
+@pytest.mark.parametrize("mode", [Execution.incremental, Execution.paged])
+def test_a_state_that_lands_in_another_slot_is_named(mode: Execution, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt alone cannot show it: the two also run as rows of one batch."""
+    right = layers.put
+
+    def swapped(store: dict[int, torch.Tensor], layer: int, batch: Batch, value: torch.Tensor) -> None:
+        right(store, layer, batch, value.roll(1, 0))
+
+    monkeypatch.setattr(layers, "put", swapped)
+    found = asked(execution=ExecutionAxes(mode=mode))
+    assert found.departs is not None
+    assert found.departs[0] == ("short_conv", 0)
+
+
+def test_prompts_of_unlike_answers_run_together() -> None:
+    """One answer ends after a token: both run as far as the shorter goes, and nothing departs."""
+    ended = replace(BATTERY, continuations=[[5], tiny.prompt(6)])
+    recipe = resolve(tiny.plain(tiny.Stream.f32, tiny.Gemm.f32), tiny.ODD)
+    assert second_opinion(tiny.casts(), recipe, ended).departs is None
+
+
 def test_what_is_not_a_number_departs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN is infinitely far from the definition, never equal to it."""
     monkeypatch.setitem(kda.GATES, "softplus", lambda *a, **k: kda.decay_gate(*a, **k) * float("nan"))
