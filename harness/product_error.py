@@ -8,8 +8,10 @@ from functools import cache
 
 import torch
 
+from variants.axes import Impl
 from variants.dtypes import DType
 from variants.model_config import LayerKind, ModelConfig
+from variants.recipe import Rule
 
 LEAST_SUMS = 2**16  # results that are measured, at least
 MOST_COLUMNS = 4096  # of a weight, whose further ones are summed alike
@@ -36,24 +38,31 @@ def shape_of(site: str, layer: int, config: ModelConfig) -> tuple[int, int]:
     }[site]  # fmt: skip
 
 
-def product_units(shape: tuple[int, int], rows: int, *, device: str = "cpu") -> float:
+def product_units(shape: tuple[int, int], rows: int, *, device: str = "cpu", rule: Rule | None = None) -> float:
     """rms error of a float32 product of normal numbers, in units of u(float32) times the rms of its results.
 
-    shape: the weight's [N, K]. rows: of the other operand; measured at the next power of two.
+    shape: the weight's [N, K]. rows: of the other operand; measured at the next power of two. rule: whose product it
+    is, of impl native our own kernels', and how its weight lies; None for the library's on a weight that lies by rows.
     """
     columns, terms = shape
-    return _measured((min(columns, MOST_COLUMNS), terms), 1 << (max(rows, 1) - 1).bit_length(), device)
+    native = rule is not None and rule.impl == Impl.native.name
+    by_columns = rule is not None and rule.algorithm == "gemm_columns" and columns > terms
+    rows = 1 if native else 1 << (max(rows, 1) - 1).bit_length()  # no other row changes what native loses
+    return _measured((min(columns, MOST_COLUMNS), terms), rows, device, native, by_columns)
 
 
 @cache
-def _measured(shape: tuple[int, int], rows: int, device: str) -> float:
+def _measured(shape: tuple[int, int], rows: int, device: str, native: bool, by_columns: bool) -> float:
     """Rounded to tenths, so that two runs on one machine agree."""
+    linear = product = torch.nn.functional.linear
+    if native:
+        from variants.ops.native import linear as product
     random = torch.Generator(device=device).manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=random, device=device)  # noqa: E731
     weight = draw(*shape)
+    weight = weight.t().contiguous().t() if by_columns else weight
     x = [draw(rows, shape[1]) for _ in range(-(-LEAST_SUMS // (rows * shape[0])))]
-    linear = torch.nn.functional.linear
-    found = torch.stack([linear(part, weight) for part in x]).double()
+    found = torch.stack([product(part, weight) for part in x]).double()
     exact = torch.stack([linear(part.double(), weight.double()) for part in x])
     error = (found - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()
     return round(float(error) / DType.f32.unit_roundoff, 1)

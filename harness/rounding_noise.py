@@ -205,7 +205,7 @@ def _noise_of(recipe: Recipe, casts: Casts, where: Where, rounded: set[Where], l
         known = INTERNAL["rms_norm"]
     if rule.algorithm.startswith(PRODUCTS) and rule.accum.precision < DType.f64.precision:
         rows = 1 if rule.algorithm.endswith("_rows") else _rows(recipe, config, site, phase, length)
-        known = product_units(shape_of(site, layer, config), rows, device=casts.device)
+        known = product_units(shape_of(site, layer, config), rows, device=casts.device, rule=rule)
     if site == "mla_scores":
         narrow = rule.accum if rule.accum.precision <= COARSE_BITS else None
         return PlaceNoise((narrow, narrow) if narrow else ())  # the product's rounding and the scaling's

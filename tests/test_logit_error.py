@@ -80,7 +80,7 @@ def test_the_oracle_has_no_error_and_bf16_has_its_own() -> None:
 
 
 def test_exchanged_experts_are_not_the_variants_error() -> None:
-    """Experts that a variant takes otherwise than float64 does are taken by float64 too: what is left is its rounding."""
+    """Experts that a variant takes otherwise than float64 does are taken by float64 too: its rounding is left."""
     made = casts()
     engine_ = engine("oracle", made)
     right = engine_.build

@@ -6,8 +6,10 @@ import pytest
 import tiny
 import torch
 
+from harness.compose import named_variant
 from harness.product_error import _measured, product_units, shape_of
 from variants.model_config import LayerKind
+from variants.recipe import resolve
 from variants.sites import places
 
 LATENT = ("q_latent", "o_latent")
@@ -48,3 +50,26 @@ def test_the_figure_is_the_librarys_own_error(monkeypatch: pytest.MonkeyPatch) -
     _measured.cache_clear()
     assert product_units((64, 256), 8) == pytest.approx(100, rel=0.05)
     _measured.cache_clear()
+
+
+def test_the_figure_is_of_the_products_own_maker() -> None:
+    """Our kernels' is measured with them, at one row; of a weight by columns where it lies so."""
+    rule = resolve(named_variant("f32_native"), tiny.ODD).rule("q_proj", 0, "decode")
+    ours = product_units((64, 256), 1, rule=rule)
+    assert 0.3 < ours < 4  # sixteen lanes of sixteen terms each
+    assert ours == product_units((64, 256), 700, rule=rule)
+    taken: list[tuple[int, ...]] = []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        taken.append(weight.stride())
+        return torch.matmul(x, weight.t())
+
+    columns = resolve(named_variant("f32_fast"), tiny.ODD).rule("q_proj", 0, "decode")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", linear)
+        _measured.cache_clear()
+        product_units((64, 24), 1, rule=columns)
+        product_units((24, 64), 1, rule=columns)  # as `Casts.by_columns`: more rows than columns, or it stays
+    _measured.cache_clear()
+    assert set(taken[: len(taken) // 2]) & {(1, 64)}
+    assert (64, 1) in taken
