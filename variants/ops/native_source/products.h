@@ -12,7 +12,10 @@ inline void dots(const T* w, int64_t k, const float* x, int64_t x_row, float* y,
     int64_t i = 0;
     for (; i + LANES <= k; i += LANES) {
         vf left[R];
-        for (int r = 0; r < R; r++) left[r] = load(w + r * k + i);
+        for (int r = 0; r < R; r++) {
+            __builtin_prefetch(w + (R + r) * k + i);  // rows of the next turn: of short ones the processor fetches late
+            left[r] = load(w + r * k + i);
+        }
         for (int m = 0; m < M; m++) {
             vf right = load(x + m * x_row + i);
             for (int r = 0; r < R; r++) sum[r][m] = fma(left[r], right, sum[r][m]);
