@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def oracle(checkpoint: Checkpoint, forced: Forced) -> Oracle:
     return consult(checkpoint, forced)
 
 
-def logits(checkpoint: Checkpoint, recipe: Recipe, forced: Forced, **options: int) -> dict[int, torch.Tensor]:
+def logits(checkpoint: Checkpoint, recipe: Recipe, forced: Forced, **options: Any) -> dict[int, torch.Tensor]:
     """Logits [n, V] by row."""
     rows: dict[int, list[torch.Tensor]] = {}
     pass_ = streamed_logits(Casts(checkpoint), recipe, forced.prompts, forced.continuations, **options)
