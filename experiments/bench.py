@@ -7,7 +7,7 @@ from pathlib import Path
 from experiments.gate import announced, observe_engine
 from experiments.words import Flags
 from harness import strict_json
-from harness.compose import named_variant
+from harness.compose import groups, named_variant
 from harness.config import Config, EngineKind
 from harness.engines.assets import checkpoint_folder
 from harness.engines.local import LocalEngine
@@ -60,8 +60,8 @@ class Settings(Config):
         fused = self.engine.kind is EngineKind.local and self.variant.execution.fused
         if self.oracle_tokens < 0 or (self.oracle_tokens and not (self.against == FLOORS and fused)):
             raise UsageError(
-                f"oracle_tokens={self.oracle_tokens}: expected 0 or more, with against=floors and a fused step "
-                "(variant=fast_decode)"
+                f"oracle_tokens={self.oracle_tokens}: expected 0 or more, with device=cuda against=floors and a fused "
+                "step (variant=fast_decode)"
             )
         given = (tuple(self.contexts), tuple(self.prefills), tuple(self.batches))  # a list where it was composed
         if self.against != FLOORS and given != (CONTEXTS, PREFILLS, ALONE):
@@ -125,6 +125,10 @@ def _other(config: Settings, engine: LocalEngine, steps: int) -> Side:
     if config.against in LIBRARY:
         folder, dtype = checkpoint_folder(config.model.path), LIBRARY[config.against]
         return LibrarySide(TransformersEngine.load(folder, dtype=dtype, device=config.device.torch_name))
+    if config.against not in groups()["variant"]:
+        raise UsageError(
+            f"against={config.against}: expected {', '.join((*LIBRARY, LLAMA, FLOORS))} or a named variant"
+        )
     other = LocalEngine(engine.casts, named_variant(config.against), name=config.against, device=config.device)
     return VariantSide(other.model, steps=steps)
 
@@ -142,7 +146,19 @@ def _text(config: Settings, runs: list[Pairs]) -> str:
         ratios = [_ratio(Spread.of(x[:, 1] / x[:, 0])) for _, x in run.clocks()]
         ours, theirs = (f"{1e3 * Spread.of(run.wall_s[:, side]).median:.2f} ms" for side in (0, 1))
         rows.append([number, ours, theirs, *(*ratios, "-")[:2], f"{run.agreed}/{run.compared}"])
-    return "\n".join([text_table(head, rows), f"a token; medians over {unit}; ratio: pairwise, 5th to 95th percentile"])
+    told = [f"a token; medians over {unit}; ratio: pairwise, 5th to 95th percentile", _whose(config.against)]
+    if config.against == LLAMA and any(run.agreed < run.compared for run in runs):
+        told.append("the tokens differ: each side ran on its own, so the two did not do the same work")
+    return "\n".join([text_table(head, rows), *told])
+
+
+def _whose(against: str) -> str:
+    """What the other side is, since a variant may bear an engine's name."""
+    if against == LLAMA:
+        return f"{against}: llama.cpp's own server in float32, another process, by its own clock"
+    if against in LIBRARY:
+        return f"{against}: the library in {LIBRARY[against]}, in this process"
+    return f"{against}: a variant of this project, in this process"
 
 
 def _ratio(spread: Spread) -> str:

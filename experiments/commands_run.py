@@ -188,14 +188,14 @@ RUN: tuple[Command, ...] = (
         text=(
             "Both sides decode the same tokens in one process, in turns, so that what slows\n"
             "the machine slows both: ratio of each pair, by wall clock and processor time.\n"
-            "against=B  transformers (float32), transformers_bf16, or a named variant\n"
+            "against=B  transformers (float32), transformers_bf16, a named variant, or\n"
+            "  llama_server: llama.cpp's own, float32, whole answers by its own clock\n"
             "against=floors  device=cuda: a fused step's launches, decode and prefill beside\n"
             "  what the device's memory allows; contexts=[32,8192] prefills=[64,512,2048]\n"
             "  variant=paged_engine batches=[1,8,64], engine=transformers, engine=vllm: rates\n"
-            "  oracle_tokens=16  the fused step's logits against float64, a layer at a time\n"
+            "  oracle_tokens=16  the fused step's logits against float64\n"
             "steps=96   timed tokens of a run, after 8 that are in no figure\n"
-            "runs=3     each on another prompt of golden=G\n"
-            "device.threads=1  is what small models want"
+            "runs=3     each on another prompt of golden=G; set device.threads=1"
         ),
         rows=True,
         example="neartie bench variant=f32_fast against=transformers device.threads=1",

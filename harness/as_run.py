@@ -4,11 +4,13 @@ What looks inside runs each operation by itself, where a probe can see it; what 
 into one step (`execution.fused`) or replay them as a graph. A fault in that is in the tokens, in no other instrument.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from harness.divergence import Divergence
 from harness.engines.local import LocalEngine
 from harness.engines.paged_rows import outputs, runner_for
 from harness.forced_errors import Battery
@@ -24,6 +26,8 @@ from variants.model import Model
 from variants.request import Request
 
 INSTRUMENT = "as_run"
+MOST = 16  # prompts of a step that joins operations; of others the shortest and the longest
+LONG, FIRST = 120, 8  # tokens that are decoded one by one after so many, where a step joins operations
 Forced = tuple[list[int], list[int]]  # a prompt, and the tokens after it
 
 
@@ -43,7 +47,10 @@ class AsRun:
 
 @part("watched twin")
 def as_run(engine: LocalEngine, battery: Battery) -> AsRun:
-    """The shortest and the longest prompt and one past every tile, with their forced tokens, by both paths."""
+    """The shortest and the longest prompt and one past every tile, with their forced tokens, by both paths.
+
+    Of a step that joins operations, `MOST` prompts of all lengths, and one that is decoded token by token for `LONG`.
+    """
     paths, compared = (engine.model, engine.build(probe=Tap(lambda site, layer: False))), 0
     if engine.recipe.execution.mode is Execution.paged:
         return _together(paths, _chosen(engine, battery))
@@ -97,12 +104,34 @@ def free_and_forced(engine: LocalEngine, golden: Golden, free: np.ndarray, force
     return [Finding(instrument=INSTRUMENT, reason=reason)]
 
 
+def chosen_as_watched(engine: LocalEngine, divergences: Sequence[Divergence]) -> list[Finding]:
+    """Where a prompt alone chose, as it runs, a token that the same operations, watched, put under the golden's."""
+    if engine.recipe.execution.mode is Execution.paged or engine.recipe.execution.batch > 1:
+        return []
+    other = [d for d in divergences if d.candidate.margin > 0 and not d.candidate.least]
+    if not other:
+        return []
+    d = max(other, key=lambda d: d.candidate.margin)
+    reason = (
+        f"p{d.prompt}[{d.position}]: as it runs it chooses {d.token}, its operations one by one prefer {d.golden_token} "
+        f"by {d.candidate.margin:.3g} nat ({len(other)} places)"
+    )
+    return [Finding(instrument=INSTRUMENT, reason=reason)]
+
+
 def _chosen(engine: LocalEngine, battery: Battery) -> list[Forced]:
-    far = long_enough(engine.recipe, battery, engine.casts.checkpoint.config.max_length)
+    run, longest = engine.recipe.execution, engine.casts.checkpoint.config.max_length
+    far = long_enough(engine.recipe, battery, longest)
     rows = sorted(zip(battery.prompts, battery.continuations, strict=True), key=lambda row: len(row[0]))
     made = [] if far is None else list(zip(far.prompts, far.continuations, strict=True))
-    ends = rows[:1] if len(rows) == 1 else [rows[0], rows[-1]]
-    return [(list(p), list(c)) for p, c in (*ends, *made)]
+    joined = run.fused or run.graph is not Graph.off
+    count = min(MOST if joined else 2, len(rows))
+    spread = [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
+    if joined:
+        text = [t for p, c in rows for t in (*p, *c)]
+        text = (text * -(-(FIRST + LONG) // len(text)))[: min(FIRST + LONG, longest)]
+        made.append((text[:FIRST], text[FIRST:]))
+    return [(list(p), list(c)) for p, c in (*spread, *made)]
 
 
 def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], tokens: int, t: int) -> Finding:
@@ -111,7 +140,7 @@ def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], 
     step = "prefill" if t == 0 else f"decode step {t}"
     told = f"{step} after {tokens} tokens: logits of the variant as it runs are not those of its operations one by one"
     joined = t > 0 and ran.model.recipe.execution.fused
-    fused = " (execution.fused: look at what joins them)" if joined else " (one path, twice: it does not repeat itself)"
+    fused = " (execution.fused: look at what joins them)" if joined else " (one path, watched and not)"
     theirs = carried(watched.state, [0])
     for (layer, store, row), x in carried(ran.state, [0]).items():
         if not same(x, theirs[layer, store, row]):

@@ -24,6 +24,7 @@ def lengths_of(recipe: Recipe) -> dict[str, int]:
         found |= {f"chunk {n} of the delta rule": size * (n - 1) for n in (2, 3) if size > 1}
         found |= {"second tile of keys": tile} if tile > 1 else {}
         found |= {f"{splits} runs of keys": tile * splits} if splits > 1 else {}
+        found |= {"five times sixteen keys": 64} if attention.impl == "native" else {}  # it sums in sixteen lanes
     run = recipe.execution
     found |= {"second piece of prefill": run.prefill_piece} if run.prefill_piece else {}
     return found | ({"second page": run.block_size} if run.mode is Execution.paged else {})

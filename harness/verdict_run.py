@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.as_run import as_run, free_and_forced
+from harness.as_run import as_run, chosen_as_watched, free_and_forced
 from harness.beyond_envelope import beyond, moderate, suspects
 from harness.calibration import Calibration
 from harness.compose import groups, named_variant
@@ -91,6 +91,8 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
     findings += end_findings(gate.agreement)
     outside = beyond(question.calibration, question.declared, own)
     found = divergences(_evidence(question, chosen, whole, reference))
+    if isinstance(question.engine, LocalEngine):
+        findings += chosen_as_watched(question.engine, found)
     findings += _inside(question, inspection) or _closer(question, inspection, suspects(own, outside, found))
     findings += outside
     weak = cannot_discriminate(golden, noise_nats(own))
@@ -119,7 +121,7 @@ def _shared_code(
         return [], {"definition": sound_oracle(q.casts, q.declared, battery).record()}
     ran, reused = as_run(q.engine, battery), reused_slot(q.engine, battery)
     opinion = second_opinion(q.casts, q.declared, battery)
-    found = [*ran.findings(), *reused.findings(), *opinion.findings()]
+    found = [*opinion.findings(), *reused.findings(), *ran.findings()]  # shared code first: the others pass through it
     found += free_and_forced(q.engine, q.golden, gate.generation.tokens, chosen)
     records = {"definition": opinion, "reused_slot": reused, "as_run": ran}
     return found, {name: instrument.record() for name, instrument in records.items()}

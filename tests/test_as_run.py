@@ -9,8 +9,9 @@ from instruments import shipped
 from tiny import ODD, casts, prompt
 from torch import Tensor
 
-from harness.as_run import INSTRUMENT, as_run, free_and_forced
+from harness.as_run import INSTRUMENT, as_run, chosen_as_watched, free_and_forced
 from harness.compose import named_variant
+from harness.divergence import Cause, Divergence, Side
 from harness.engines.local import LocalEngine
 from harness.forced_errors import Battery
 from harness.gate import part_of, run_gate
@@ -117,6 +118,33 @@ def test_free_and_forced_choose_alike_on_one_prefix() -> None:
     (found,) = free_and_forced(run, golden, free, forced)
     assert found.reason.startswith(f"p0[1]: runs freely to token {free[0, 1]}, forced along the same tokens to")
     assert free_and_forced(shipped_engine("paged_native"), golden, free, forced) == []
+
+
+def test_every_length_of_a_fused_step_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault at one position that only a middle prompt decodes at, and one far beyond every prompt, are found."""
+    right = native_step.NativeStep.begin
+
+    def planted(at: int) -> Callable[..., None]:
+        def begin(self: native_step.NativeStep, token: Tensor, position: int) -> None:
+            right(self, token + (position == at) * (1 if int(token) == 0 else -1), position)
+
+        return begin
+
+    for at in (9, 57):  # the middle prompt has 6 tokens and 4 forced
+        monkeypatch.setattr(native_step.NativeStep, "begin", planted(at))
+        (found,) = as_run(engine(), BATTERY).findings()
+        assert "execution.fused" in found.reason
+
+
+def test_a_token_that_the_watched_run_would_not_choose_is_told() -> None:
+    """The margin of a divergence is of the watched run: where it favours the golden's token, another run chose."""
+    sides = [Side(margin=m, sigma=0.1) for m in (-0.2, 0.0, 0.3, 9.9)]
+    same = {"position": 2, "golden_token": 5, "token": 7, "margin": 1.0, "cause": Cause.rounding, "p": 0.5}
+    d = [Divergence(prompt=i, candidate=s, golden=s, **same) for i, s in enumerate(sides)]  # pyright: ignore[reportArgumentType]
+    assert chosen_as_watched(shipped_engine("f32_native"), d[:2]) == []
+    (found,) = chosen_as_watched(shipped_engine("f32_native"), d)
+    assert found.reason == "p3[2]: as it runs it chooses 7, its operations one by one prefer 5 by 9.9 nat (2 places)"
+    assert chosen_as_watched(shipped_engine("paged_native"), d) == []
 
 
 def test_a_verdict_calls_it_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:

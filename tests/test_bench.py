@@ -187,3 +187,11 @@ def test_llama_answers_whole_and_in_turn(tmp_path: Path, capsys: Captured) -> No
     assert found["wall"]["ratio"]["median"] > 0
     assert "cpu" not in found
     assert "60/60" in capsys.readouterr().out
+
+
+def test_another_side_that_is_not_there_is_named(capsys: Captured) -> None:
+    """What may stand there, in one line."""
+    assert main(["bench", "variant=f32", "against=nope", "device.threads=1"]) == 2
+    assert (
+        "expected transformers, transformers_bf16, llama_server, floors or a named variant" in capsys.readouterr().err
+    )

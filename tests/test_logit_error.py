@@ -131,4 +131,4 @@ def test_nothing_runs_in_float64_unless_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_only_a_fused_step_is_held_against_float64(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """One line, exit code 2."""
     assert main(["bench", *words]) == 2
-    assert "expected 0 or more, with against=floors and a fused step" in capsys.readouterr().err
+    assert "expected 0 or more, with device=cuda against=floors and a fused" in capsys.readouterr().err

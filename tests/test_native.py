@@ -16,7 +16,7 @@ from harness.compose import named_variant
 from variants import decode
 from variants.axes import Execution, Experts, Gemm, Graph, Impl, KdaCore, KvCache, MlaCore, SiteOverride, Store, Variant
 from variants.dtypes import DType
-from variants.errors import DeviceError, UsageError
+from variants.errors import DeviceError, EngineError, UsageError
 from variants.fused_step import fused_step
 from variants.model_config import ModelConfig
 from variants.ops import kda, mla, moe, native, native_library, norm
@@ -295,6 +295,44 @@ def test_what_the_kernels_cannot_do_is_refused(word: str) -> None:
         resolve(replace(variant, **changed), ODD)
 
 
+def test_what_a_kernel_would_misread_is_refused() -> None:
+    """It sees an address alone: a narrow activation, a float64 one, a bias that is strided, another place for ids."""
+    wide, weight = torch.ones(1, 32), torch.ones(4, 32)
+    for call in (
+        lambda: native.linear(wide.bfloat16(), weight),
+        lambda: native.linear(wide.double(), weight),
+        lambda: native.linear(wide, weight.t()),
+        lambda: native.rms_norm(wide, torch.ones(32).bfloat16(), 1e-5),
+        lambda: native.route(torch.ones(1, 4), torch.ones(8)[::2], k=2, factor=1.0, renormalize=True, before=False),
+        lambda: native.experts(wide, torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 8, 32), torch.ones(1, 32, 4)),
+    ):
+        with pytest.raises(EngineError, match="impl native: operand"):
+            call()
+
+
+def test_a_step_goes_no_further_than_its_state() -> None:
+    """Steps past the last cell, and a token that no table holds, are refused; a slot beside it stays as it was."""
+    model = build(fused(on=True), casts(ODD))
+    state = model.new_state(slots=2, max_len=12)
+    decode.prefill(model, state, [0, 1], [prompt(9), prompt(9)])
+    step = fused_step(model, state, 0, model._steps)
+    step.begin(torch.tensor([3]), 9)
+    with pytest.raises(UsageError, match="13 tokens does not fit max_len=12"):
+        step.run(4)
+    for token in (-1, ODD.vocab_size):
+        with pytest.raises(UsageError, match=f"token id {token} is outside"):
+            step.begin(torch.tensor([token]), 9)
+
+
+@pytest.mark.parametrize(
+    "override", [{"mla_k": SiteOverride(output=Store.bf16)}, {"q_proj": SiteOverride(input=Store.bf16)}]
+)
+def test_no_site_is_overridden(override: dict[str, SiteOverride]) -> None:
+    """What one site stored narrower the next would read as float32."""
+    with pytest.raises(UsageError, match="native is float32 throughout"):
+        replace(fused(on=False), override=override)
+
+
 def test_a_fused_step_wants_all_of_them() -> None:
     """One operation by torch, the latent cache, an override, a graph, two rows."""
     variant = fused(on=True)
@@ -302,7 +340,6 @@ def test_a_fused_step_wants_all_of_them() -> None:
     for changed in (
         {"impl": replace(variant.impl, conv=Impl.torch)},
         {"mla": replace(variant.mla, cache=KvCache.latent)},
-        {"override": {"o_proj": SiteOverride(output=Store.bf16)}},
         {"execution": replace(run, graph=Graph.cuda)},
         {"execution": replace(run, batch=2)},
         {"execution": replace(run, mode=Execution.paged)},
@@ -316,7 +353,7 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
     from variants.kernels import check_environment
 
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(DeviceError, match="found no no-such-compiler"):
+    with pytest.raises(DeviceError, match="CXX=no-such-compiler is no program"):
         native_library.built("x86-64")
     false = tmp_path / "false"
     false.write_text("#!/bin/sh\nexit 1\n")

@@ -1,6 +1,7 @@
 """Which combinations of axes are refused: a setting that would have no effect, and one that cannot run."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from variants.axes import (
     ChunkForm,
@@ -32,7 +33,7 @@ UNSHOWN = {MlaCore.dense_bf16, MlaCore.sdpa}
 
 def check(v: Variant) -> None:
     """Refuse a combination in which a setting has no effect or cannot run; raises UsageError for the first found."""
-    for group in (_sizes, _kda, _mla, _batch_invariant, _stream, _execution, _fused, _paged):
+    for group in (_sizes, _kda, _mla, _batch_invariant, _stream, _execution, _fused, _paged, _native):
         for bad, setting, why in group(v):
             if bad:
                 raise UsageError(
@@ -167,6 +168,11 @@ def _fused(v: Variant) -> Iterator[Refusal]:
         "it replays a fused step or a paged decode, of impl row, all eight, without overrides; start from variant "
         "fast_decode or paged_engine_graph",
     )
+
+
+def _native(v: Variant) -> Iterator[Refusal]:
+    native = any(getattr(v.impl, axis.name) is Impl.native for axis in fields(v.impl))
+    yield bool(v.override) and native, f"override of {', '.join(v.override)}", "impl native is float32 throughout"
 
 
 def _paged(v: Variant) -> Iterator[Refusal]:

@@ -19,9 +19,9 @@ Rules = dict[str, Rule]
 def refined(axis: str, v: Variant, rules: Mapping[str, Rule]) -> Rules:
     """The rules that change when an axis is set to native, after the general ones; UsageError where it cannot be."""
     out = _AXES[axis](v, rules) if axis in _AXES else {}
-    for key, rule in {**rules, **out}.items():
+    for key, rule in {**rules, **out}.items():  # torch's own too: what they store is what a kernel reads
         formats = (rule.input, rule.accum, rule.output, rule.storage)
-        if rule.impl == Impl.native.name and any(f not in (None, DType.f32) for f in formats):
+        if any(f not in (None, DType.f32) for f in formats):
             other = next(f.name for f in formats if f not in (None, DType.f32))
             refuse(axis, Impl.native, f"it is float32 throughout, the recipe has {other} at {key}; start from variant "
                                       "f32_native")  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 from variants.axes import RouterScale
 from variants.bind_native import gate_parameters, taps
 from variants.binding import Binder
+from variants.errors import UsageError
 from variants.fused_step import TAKEN, carried_by
 from variants.mlp_layers import expert_weights
 from variants.model_config import LayerKind
@@ -75,6 +76,7 @@ class NativeStep:
     remembered: Tensor
     count: Tensor
     carried: tuple[Tensor, ...]
+    max_len: int
 
     @classmethod
     def of(cls, model: "Model", state: State, slot: int) -> "NativeStep":
@@ -101,7 +103,8 @@ class NativeStep:
         normed = put.norm(x, _norm(head, "model.norm", "final_norm"), c.rms_norm_eps, put.named("n", x.numel()))
         put.product(normed, head.weight("lm_head", "lm_head.weight"), logits)
         put.add(Code.finish, (logits, token, position, remembered, count), (c.vocab_size, TAKEN))
-        return cls((Op * len(put.ops))(*put.ops), put, token, position, logits, remembered, count, carried_by(state))
+        return cls((Op * len(put.ops))(*put.ops), put, token, position, logits, remembered, count, carried_by(state),
+                   state.max_len)  # fmt: skip
 
     def step(self, token: Tensor, position: int) -> Tensor:
         """Logits [1, V] after one token [1] at a position; the state has moved on by it."""
@@ -111,13 +114,20 @@ class NativeStep:
 
     @torch.inference_mode()
     def begin(self, token: Tensor, position: int) -> None:
+        vocab = len(self.logits)
+        if not 0 <= int(token) < vocab:
+            raise UsageError(f"token id {int(token)} is outside 0..{vocab - 1}; another tokenizer made it")
         self.token.copy_(token)
         self.position.fill_(position)
 
     def run(self, steps: int) -> None:
+        end = int(self.position) + steps
+        if end > self.max_len:
+            raise UsageError(f"a sequence of {end} tokens does not fit max_len={self.max_len}")
         run(self.ops, steps)
 
     def taken(self, steps: int) -> list[int]:
+        assert steps <= TAKEN, "so many are remembered"
         count = int(self.count)
         return [int(self.remembered[i % TAKEN]) for i in range(count - steps, count)]
 

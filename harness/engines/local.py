@@ -54,7 +54,7 @@ class LocalEngine:
             raise UsageError(f"execution.{setting}: such a step is on one device; set device.pipeline=1")
         if run.graph is Graph.cuda and casts.device == "cpu":
             raise DeviceError(
-                "execution.graph=cuda needs a CUDA device, got cpu: set device=cuda, or variant.execution.graph=off"
+                "execution.graph=cuda needs a CUDA device, got cpu: set device=cuda, or choose another variant"
             )
         check_environment(self.recipe.implementations, casts.device)
         self.compiling = Compiling(tuple(sorted(self.recipe.implementations - {"torch", "native"})))

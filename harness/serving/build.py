@@ -40,7 +40,9 @@ def check_variant(engine: LocalEngine) -> None:
     """Raises UsageError for a variant that does not run paged."""
     mode = engine.recipe.execution.mode
     if mode is not Execution.paged:
-        raise UsageError(f"serve needs a paged variant, got execution.mode={mode.name}; try variant=paged_batch")
+        raise UsageError(
+            f"serve needs a paged variant, got execution.mode={mode.name}; try variant=paged_batch or paged_native"
+        )
 
 
 def max_len(engine: LocalEngine, asked: int) -> int:

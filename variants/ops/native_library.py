@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from variants.errors import DeviceError
+from variants.errors import DeviceError, EngineError
 
 SOURCE = Path(__file__).with_name("native_source")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
@@ -58,8 +58,25 @@ Told = Callable[[str, list[Tensor], str], None]
 _watchers: list[Told] = []
 
 
+# which operands are weights, float32 or bfloat16, and which are int64; all others are float32
+WEIGHTS: dict[Code, tuple[int, ...]] = {Code.embed: (1,), Code.linear: (1,), Code.experts: (3, 4)}
+INTEGERS: dict[Code, tuple[int, ...]] = {
+    Code.embed: (0,), Code.short_conv: (3, 4), Code.delta_rule: (8, 9), Code.attention: (3,), Code.route: (2,),
+    Code.experts: (1,), Code.append: (0,), Code.finish: (1, 2, 3, 4),
+}  # fmt: skip
+
+
 def op(code: Code, tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float] = ()) -> Op:
-    """An operation over tensors, whose memory the caller keeps."""
+    """An operation over tensors, whose memory the caller keeps.
+
+    Raises EngineError for a tensor that the kernel would read otherwise than it lies: it sees an address alone.
+    """
+    for i, x in enumerate(tensors):
+        integer, weight = i in INTEGERS.get(code, ()), i in WEIGHTS.get(code, ())
+        formats = (torch.int64,) if integer else (torch.float32, torch.bfloat16) if weight else (torch.float32,)
+        if x.dtype not in formats or not x.is_contiguous() or x.device.type != "cpu":
+            lies = f"{x.dtype} on {x.device}{'' if x.is_contiguous() else ', not contiguous'}"
+            raise EngineError(f"impl native: operand {i} of {code.name} is {lies}, expected {formats[0]} in one piece")
     made = Op(code=code)
     made.p[: len(tensors)] = [x.data_ptr() for x in tensors]
     made.n[: len(sizes)] = sizes
@@ -76,7 +93,8 @@ def call(code: Code, tensors: Sequence[Tensor], sizes: Sequence[int], numbers: S
 
 def run(ops: "ctypes.Array[Op]", times: int = 1) -> None:
     """So many times the operations, first to last."""
-    library().neartie_run(ops, len(ops), times, torch.get_num_threads())
+    if library().neartie_run(ops, len(ops), times, torch.get_num_threads()):
+        raise EngineError("impl native: memory or a thread was not to be had; set device.threads=1, or free some")
 
 
 @contextmanager
@@ -94,20 +112,23 @@ def library() -> ctypes.CDLL:
     """The compiled kernels. Raises DeviceError where there is no compiler, or where it fails."""
     found = ctypes.CDLL(str(built()))
     found.neartie_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
-    found.neartie_run.restype = None
+    found.neartie_run.restype = ctypes.c_int64
     found.neartie_op_size.restype = ctypes.c_int64
     assert found.neartie_op_size() == ctypes.sizeof(Op), "an operation is the same on both sides"
     return found
 
 
 def compiler() -> str:
-    """The one that CXX names, else g++. Raises DeviceError where there is none."""
+    """The one that CXX names, else g++; it says which build is kept. Raises DeviceError where there is none."""
     named = os.environ.get("CXX")
     found = next((path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None)
+    if found is None and named:
+        raise DeviceError(
+            f"impl native: CXX={named} is no program that is found; name one, unset it, or choose impl torch"
+        )
     if found is None:
         raise DeviceError(
-            f"impl native needs a C++ compiler, found no {named or ' or '.join(COMPILERS)}: install g++, set CXX, or "
-            "choose impl torch"
+            f"impl native needs a C++ compiler, found no {' or '.join(COMPILERS)}: install g++, or choose impl torch"
         )
     return found
 
@@ -144,9 +165,14 @@ def _compile(cxx: str, flags: Sequence[str], file: Path) -> None:
         raise DeviceError(f"impl native keeps its kernels in {file.parent}: {error}; set XDG_CACHE_HOME") from error
     os.close(handle)
     command = [cxx, *flags, "-o", unfinished, str(SOURCE / "kernels.cpp")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
-    if done.returncode:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+        told = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        why = "" if done.returncode == 0 else told or f"it ended with {done.returncode} and no word"
+    except subprocess.TimeoutExpired:
+        why = f"it took over {COMPILE_S} s"
+    if why:
         os.unlink(unfinished)
-        why = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
         raise DeviceError(f"impl native: {cxx} could not compile its kernels: {why}; set CXX, or choose impl torch")
+    os.chmod(unfinished, 0o755)
     os.replace(unfinished, file)

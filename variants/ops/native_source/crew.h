@@ -55,7 +55,6 @@ private:
         return false;
     }
     void hire() {
-        made_++;
         std::thread([this] {
             for (;;) {
                 int spins = 0;
@@ -69,6 +68,7 @@ private:
                 take();
             }
         }).detach();
+        made_++;
     }
     std::mutex owner_, lock_;
     std::condition_variable wake_;

@@ -73,9 +73,14 @@ extern "C" {
 
 int64_t neartie_op_size() { return sizeof(Op); }
 
-// `times` times the operations first to last, by so many threads.
-void neartie_run(const Op* ops, int64_t count, int64_t times, int64_t workers) {
-    for (int64_t t = 0; t < times; t++)
-        for (int64_t i = 0; i < count; i++) one(ops[i], static_cast<int>(workers));
+// `times` times the operations first to last, by so many threads; 0, or 1 where memory or a thread was not to be had.
+int64_t neartie_run(const Op* ops, int64_t count, int64_t times, int64_t workers) {
+    try {
+        for (int64_t t = 0; t < times; t++)
+            for (int64_t i = 0; i < count; i++) one(ops[i], static_cast<int>(workers));
+    } catch (...) {
+        return 1;
+    }
+    return 0;
 }
 }
