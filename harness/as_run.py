@@ -113,7 +113,7 @@ def chosen_as_watched(engine: LocalEngine, divergences: Sequence[Divergence]) ->
         return []
     d = max(other, key=lambda d: d.candidate.margin)
     reason = (
-        f"p{d.prompt}[{d.position}]: as it runs it chooses {d.token}, its operations one by one prefer {d.golden_token} "
+        f"p{d.prompt}[{d.position}]: as it runs it chooses {d.token}, its operations alone prefer {d.golden_token} "
         f"by {d.candidate.margin:.3g} nat ({len(other)} places)"
     )
     return [Finding(instrument=INSTRUMENT, reason=reason)]

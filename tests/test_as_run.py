@@ -143,7 +143,7 @@ def test_a_token_that_the_watched_run_would_not_choose_is_told() -> None:
     d = [Divergence(prompt=i, candidate=s, golden=s, **same) for i, s in enumerate(sides)]  # pyright: ignore[reportArgumentType]
     assert chosen_as_watched(shipped_engine("f32_native"), d[:2]) == []
     (found,) = chosen_as_watched(shipped_engine("f32_native"), d)
-    assert found.reason == "p3[2]: as it runs it chooses 7, its operations one by one prefer 5 by 9.9 nat (2 places)"
+    assert found.reason == "p3[2]: as it runs it chooses 7, its operations alone prefer 5 by 9.9 nat (2 places)"
     assert chosen_as_watched(shipped_engine("paged_native"), d) == []
 
 
