@@ -83,13 +83,18 @@ def _together(paths: tuple[Model, Model], rows: list[Forced]) -> AsRun:
     return AsRun(tokens=len(ran))
 
 
+def _alone(engine: LocalEngine) -> bool:
+    """Whether each prompt runs by itself, so that no other row can move its bits."""
+    return engine.recipe.execution.mode is not Execution.paged and engine.recipe.execution.batch == 1
+
+
 def free_and_forced(engine: LocalEngine, golden: Golden, free: np.ndarray, forced: np.ndarray) -> list[Finding]:
     """Where a prompt alone chose another token freely than forced along the same prefix: the first one, or nothing.
 
     free: tokens [N, T] of the gate; forced: choices [N, T] after the golden's tokens. The same up to the first token
     that is not the golden's. Rows that run together may move each other's last bits, so they are not compared.
     """
-    if engine.recipe.execution.mode is Execution.paged or engine.recipe.execution.batch > 1:
+    if not _alone(engine):
         return []
     same_prefix = np.logical_and.accumulate(free == golden.tokens[0], 1)
     same_prefix = np.concatenate([np.ones((len(free), 1), bool), same_prefix[:, :-1]], 1)
@@ -106,7 +111,7 @@ def free_and_forced(engine: LocalEngine, golden: Golden, free: np.ndarray, force
 
 def chosen_as_watched(engine: LocalEngine, divergences: Sequence[Divergence]) -> list[Finding]:
     """Where a prompt alone chose, as it runs, a token that the same operations, watched, put under the golden's."""
-    if engine.recipe.execution.mode is Execution.paged or engine.recipe.execution.batch > 1:
+    if not _alone(engine):
         return []
     other = [d for d in divergences if d.candidate.margin > 0 and not d.candidate.least]
     if not other:

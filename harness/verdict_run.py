@@ -116,7 +116,7 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
 def _shared_code(
     q: Question, battery: Battery, gate: GateResult, chosen: np.ndarray
 ) -> tuple[list[Finding], dict[str, object]]:
-    """What is wrong in code that all variants run, and what was looked at, by instrument; a library keeps no slots."""
+    """What is wrong in what our own variants run by, and what was looked at, by instrument; of a library the oracle."""
     if not isinstance(q.engine, LocalEngine):
         return [], {"definition": sound_oracle(q.casts, q.declared, battery).record()}
     ran, reused = as_run(q.engine, battery), reused_slot(q.engine, battery)

@@ -46,6 +46,16 @@ def gate_parameters(gate: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return kda.decay_rate(gate[0]).reshape(-1).contiguous(), gate[1].contiguous()
 
 
+def delta_numbers(b: Binder) -> tuple[float, float]:
+    """The query's scale, and the eps under the root of the L2 norms."""
+    return b.config.kda_scale, b.recipe.semantics.l2_eps or kda.L2_EPS
+
+
+def scales_before(b: Binder) -> bool:
+    """Whether the routed scaling factor is applied before the weights are normalised."""
+    return b.rule("router_weights").algorithm == f"scale_{RouterScale.before.name}"
+
+
 def rows_of(batch: Batch) -> tuple[Tensor, Tensor]:
     """Lengths and slots of the rows, int64 [B] each."""
     return torch.tensor(batch.lengths), torch.tensor(batch.slots)
@@ -66,7 +76,7 @@ def short_conv(b: Binder, weight: Tensor) -> Callable[[Tensor, Batch, State], Te
 
 def delta_rule(b: Binder, gate: tuple[Tensor, Tensor]) -> Callable[..., Tensor]:
     layer, carry, parameters = b.layer, b.maybe("kda_state", DType.f32), gate_parameters(gate)
-    round_core, numbers = b.at("kda_core", DType.f32), (b.config.kda_scale, b.recipe.semantics.l2_eps or kda.L2_EPS)
+    round_core, numbers = b.at("kda_core", DType.f32), delta_numbers(b)
 
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch, state: State) -> Tensor:
         pool = state.recurrent[layer] = state.recurrent[layer].contiguous()
@@ -83,9 +93,9 @@ def flash(b: Binder) -> Callable[[Tensor, Tensor, Tensor, Batch], Tensor]:
 
 
 def route(b: Binder, bias: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    c, before = b.config, b.rule("router_weights").algorithm == f"scale_{RouterScale.before.name}"
+    c = b.config
     return partial(native.route, bias=bias, k=c.experts_per_token, factor=c.routed_scaling_factor,
-                   renormalize=c.renormalize, before=before)  # fmt: skip
+                   renormalize=c.renormalize, before=scales_before(b))  # fmt: skip
 
 
 def experts(b: Binder, w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

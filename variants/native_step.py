@@ -13,22 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from variants.axes import RouterScale
-from variants.bind_native import gate_parameters, taps
+from variants.bind_native import delta_numbers, gate_parameters, scales_before, taps
 from variants.binding import Binder
 from variants.errors import UsageError
 from variants.fused_step import TAKEN, carried_by
 from variants.mlp_layers import expert_weights
 from variants.model_config import LayerKind
-from variants.ops import kda
 from variants.ops.native import narrow
 from variants.ops.native_library import Code, Op, op, run
 from variants.state import State
 
 if TYPE_CHECKING:
     from variants.model import Model
-
-F32 = torch.float32
 
 
 @dataclass
@@ -114,10 +110,10 @@ class NativeStep:
 
     @torch.inference_mode()
     def begin(self, token: Tensor, position: int) -> None:
-        vocab = len(self.logits)
-        if not 0 <= int(token) < vocab:
-            raise UsageError(f"token id {int(token)} is outside 0..{vocab - 1}; another tokenizer made it")
-        self.token.copy_(token)
+        vocab, number = len(self.logits), int(token)
+        if not 0 <= number < vocab:
+            raise UsageError(f"token id {number} is outside 0..{vocab - 1}; another tokenizer made it")
+        self.token.fill_(number)
         self.position.fill_(position)
 
     def run(self, steps: int) -> None:
@@ -159,7 +155,7 @@ def _kda(put: Listing, b: Binder, x: Tensor, state: State) -> Tensor:
     q, k, v = mixed.split([heads * key, heads * key, heads * value])
     operands = (q, k, v, f, beta, *gate_parameters((a_log, dt_bias)), state.recurrent[b.layer], *rows, o)
     sizes = (1, 1, heads, key, value, 0, len(q), len(k), len(v))
-    put.add(Code.delta_rule, operands, sizes, (c.kda_scale, b.recipe.semantics.l2_eps or kda.L2_EPS))
+    put.add(Code.delta_rule, operands, sizes, delta_numbers(b))
     norm, normed = b.parameter("self_attn.o_norm.weight", "o_norm"), put.named("o_normed", heads * value)
     put.add(Code.gated_rms_norm, (o, norm, gate, normed), (heads, value), (c.rms_norm_eps,))
     return _projected(put, b, normed, "o_proj", "self_attn.o_proj")
@@ -199,9 +195,8 @@ def _mixture(put: Listing, b: Binder, x: Tensor) -> Tensor:
     c, name = b.config, "block_sparse_moe"
     logits = _projected(put, b, x, "router", f"{name}.gate")
     ids, weights = torch.zeros(c.experts_per_token, dtype=torch.int64), put.named("expert_weights", c.experts_per_token)
-    before = b.rule("router_weights").algorithm == f"scale_{RouterScale.before.name}"
     bias = b.parameter(f"{name}.gate.e_score_correction_bias", "router_scores")
-    sizes = (1, c.num_experts, c.experts_per_token, int(c.renormalize), int(before))
+    sizes = (1, c.num_experts, c.experts_per_token, int(c.renormalize), int(scales_before(b)))
     put.add(Code.route, (logits, bias, ids, weights), sizes, (c.routed_scaling_factor,))
     w13, w2 = expert_weights(b, f"model.layers.{b.layer}.{name}")
     inner, routed = w2.shape[-1], put.named("routed", len(x))

@@ -58,12 +58,20 @@ Told = Callable[[str, list[Tensor], str], None]
 _watchers: list[Told] = []
 
 
-# which operands are weights, float32 or bfloat16, and which are int64; all others are float32
-WEIGHTS: dict[Code, tuple[int, ...]] = {Code.embed: (1,), Code.linear: (1,), Code.experts: (3, 4)}
-INTEGERS: dict[Code, tuple[int, ...]] = {
-    Code.embed: (0,), Code.short_conv: (3, 4), Code.delta_rule: (8, 9), Code.attention: (3,), Code.route: (2,),
-    Code.experts: (1,), Code.append: (0,), Code.finish: (1, 2, 3, 4),
-}  # fmt: skip
+FLOAT, INTEGER = (torch.float32,), (torch.int64,)
+WEIGHT = (torch.float32, torch.bfloat16)
+# what an operand is in, by its place, where that is not float32
+FORMATS: dict[Code, dict[int, tuple[torch.dtype, ...]]] = {
+    Code.embed: {0: INTEGER, 1: WEIGHT},
+    Code.linear: {1: WEIGHT},
+    Code.short_conv: {3: INTEGER, 4: INTEGER},
+    Code.delta_rule: {8: INTEGER, 9: INTEGER},
+    Code.attention: {3: INTEGER},
+    Code.route: {2: INTEGER},
+    Code.experts: {1: INTEGER, 3: WEIGHT, 4: WEIGHT},
+    Code.append: {0: INTEGER},
+    Code.finish: {1: INTEGER, 2: INTEGER, 3: INTEGER, 4: INTEGER},
+}
 
 
 def op(code: Code, tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float] = ()) -> Op:
@@ -71,10 +79,10 @@ def op(code: Code, tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Seq
 
     Raises EngineError for a tensor that the kernel would read otherwise than it lies: it sees an address alone.
     """
+    others = FORMATS.get(code, {})
     for i, x in enumerate(tensors):
-        integer, weight = i in INTEGERS.get(code, ()), i in WEIGHTS.get(code, ())
-        formats = (torch.int64,) if integer else (torch.float32, torch.bfloat16) if weight else (torch.float32,)
-        if x.dtype not in formats or not x.is_contiguous() or x.device.type != "cpu":
+        formats = others.get(i, FLOAT)
+        if x.dtype not in formats or not x.is_contiguous() or not x.is_cpu:
             lies = f"{x.dtype} on {x.device}{'' if x.is_contiguous() else ', not contiguous'}"
             raise EngineError(f"impl native: operand {i} of {code.name} is {lies}, expected {formats[0]} in one piece")
     made = Op(code=code)
