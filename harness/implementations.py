@@ -96,6 +96,15 @@ KERNELS = {
         "router_weights": "native.route",
         "routed": "native.experts",
     },
+    "inductor": {
+        "rms_norm": "inductor.rms_norm",
+        "o_norm": "inductor.gated_rms_norm",
+        "mlp_act": "inductor.silu_and_mul",
+        "shared_act": "inductor.silu_and_mul",
+        "short_conv": "inductor.short_conv",
+        "kda_core recurrent": "inductor.delta_step",
+        "router_weights": "inductor.route",
+    },
     "fla": {
         "rms_norm": "fla_kernels.rms_norm",
         "o_norm": "fla_kernels.gated_rms_norm",

@@ -21,6 +21,7 @@ from harness.observation import Observed, SiteObservation
 from harness.short_run import short_run
 from variants.dtypes import DType, dtype_of, narrowest_holding
 from variants.model import Model
+from variants.ops import calls
 from variants.recipe import Recipe, Rule
 from variants.rounding import NoProbe, RoundAt, Step
 from variants.sites import INTEGER, rule_key
@@ -156,20 +157,16 @@ def observe(recipe: Recipe, casts: Casts, prompt: Sequence[int], *, wrap: object
 
 @contextmanager
 def _launches(recipe: Recipe, dispatched: _Dispatched) -> Iterator[None]:
-    """Watch Triton's launches, of which a process that has not imported triton has none, and our CPU kernels' calls."""
-    if "native" in recipe.implementations:
-        from variants.ops import native_library
-
-        with native_library.watched(dispatched.launched):
+    """Watch Triton's launches, of which a process that has not imported triton has none, and calls of what is compiled
+    otherwise: our CPU kernels, and what torch.compile makes."""
+    with calls.watched(dispatched.launched):
+        if recipe.implementations <= {"torch", "native", "inductor"} and "triton" not in sys.modules:
             yield
-        return
-    if recipe.implementations == {"torch"} and "triton" not in sys.modules:
-        yield
-        return
-    from harness.launches_triton import watched
+            return
+        from harness.launches_triton import watched
 
-    with watched(dispatched.launched):
-        yield
+        with watched(dispatched.launched):
+            yield
 
 
 class _Both:

@@ -112,7 +112,7 @@ def test_every_axis_has_its_operations_and_its_rules() -> None:
     assert len(named) == len(set(named))
     assert {op for op, _ in KERNELS} == set(named)
     assert set(impl_rules.CHUNK_FORMS) == set(impl_rules.FORM_NUMBER) == set(ChunkForm)
-    assert set(kernels.PACKAGES) == set(Impl) - {Impl.torch, Impl.native}
+    assert set(kernels.PACKAGES) == set(Impl) - {Impl.torch, Impl.native, Impl.inductor}
     assert all(choices(axis)[0] == "torch" for axis in AXES)
 
 

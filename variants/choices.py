@@ -156,6 +156,7 @@ class Param(Enum):
 class Impl(Enum):
     """Who computes an operation: torch, our Triton kernels, fla's, or vLLM's.
 
+    `inductor`: torch's lines of it under torch.compile, every store that the recipe names being made.
     `row`: our decode kernels for one token of one sequence, for more the library's products and our tiled kernels.
     `native`: our float32 kernels on the CPU, whose bits follow neither rows nor threads nor instruction set.
     """
@@ -166,6 +167,7 @@ class Impl(Enum):
     fla = "fla"
     vllm = "vllm"
     native = "native"
+    inductor = "inductor"
 
 
 class Status(Enum):

@@ -8,7 +8,7 @@ before anything is loaded, with what would work.
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 
-from variants import impl_rules_native, impl_rules_row, impl_rules_vllm
+from variants import impl_rules_inductor, impl_rules_native, impl_rules_row, impl_rules_vllm
 from variants.axes import (
     ChunkForm,
     Impl,
@@ -79,7 +79,9 @@ def implemented(variant: Variant, rules: Mapping[str, Rule]) -> Rules:
             refuse(axis.name, impl, f"there is none; choose {', '.join(choices(axis.name))}")
         if variant.fused_elementwise and impl is not Impl.torch and axis.name in FUSED:
             refuse(axis.name, impl, "fused_elementwise joins calls of torch alone; remove it")
-        if impl is not Impl.torch:
+        if impl is Impl.inductor:
+            out |= impl_rules_inductor.compiled(axis.name, variant, out)
+        elif impl is not Impl.torch:
             out |= _AXES[axis.name](variant, impl, out)
             out |= REFINED[impl](axis.name, variant, out) if impl in REFINED else {}
     return out
@@ -104,7 +106,8 @@ def _torch_form(v: Variant, rules: Mapping[str, Rule]) -> Rules:
 def check_inside(exceptions: Mapping[tuple[str, int], Rule]) -> None:
     """Refuse a rounding that an override asks for inside a kernel that cannot do it."""
     for (key, layer), rule in exceptions.items():
-        if rule.inside and key not in ROUNDED_INSIDE and not _wide(rule.output):
+        rounds = key in ROUNDED_INSIDE or rule.impl == Impl.inductor.name
+        if rule.inside and not rounds and not _wide(rule.output):
             raise UsageError(
                 f"variant.override.{key} at layer {layer}: impl {rule.impl} computes it inside {rule.inside} and keeps "
                 "float32 there; choose impl torch for that operation, or remove the override"

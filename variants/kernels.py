@@ -35,12 +35,16 @@ FLA = "variants.bind_fla"
 VLLM = "variants.bind_vllm"
 ROW = "variants.bind_row"
 NATIVE = "variants.bind_native"
+INDUCTOR = "variants.bind_inductor"
 
 # What a set of kernels has that leaves no operation to torch.
 WHOLE = (
     "linear", "rms_norm", "gated_rms_norm", "silu_and_mul", "short_conv", "delta_rule", "flash", "absorb", "absorbed",
     "expand", "route", "experts",
 )  # fmt: skip
+
+# What torch.compile writes kernels for; products, attention and the chunked delta rule it leaves to libraries.
+COMPILED = ("rms_norm", "gated_rms_norm", "silu_and_mul", "short_conv", "delta_rule", "route")
 
 # (operation, implementation): module and function. An axis of `ImplAxes` covers the operations of OPERATIONS.
 KERNELS: dict[tuple[str, Impl], str] = {
@@ -63,6 +67,7 @@ KERNELS: dict[tuple[str, Impl], str] = {
     **{(operation, Impl.row): f"{ROW}:{operation}" for operation in WHOLE},
     ("router", Impl.native): f"{NATIVE}:linear",
     **{(o, Impl.native): f"{NATIVE}:{o}" for o in WHOLE if o not in ("absorb", "absorbed", "expand")},
+    **{(o, Impl.inductor): f"{INDUCTOR}:{o}" for o in COMPILED},
 }
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "kda": ("delta_rule",),
@@ -122,7 +127,9 @@ def check_environment(impls: frozenset[str], device: str) -> None:
             )
         if name == Impl.native.name:
             _check_native(device)
-        if name in (Impl.torch.name, Impl.native.name) or device != "cpu":
+        if name == Impl.inductor.name:
+            _check_inductor(device)
+        if name in (Impl.torch.name, Impl.native.name, Impl.inductor.name) or device != "cpu":
             continue
         if name not in (Impl.triton.name, Impl.row.name):
             raise DeviceError(f"impl {name} needs a CUDA device, got {device}: set device=cuda, or choose impl torch")
@@ -133,6 +140,16 @@ def check_environment(impls: frozenset[str], device: str) -> None:
                 f"impl {name} needs a CUDA device, got cpu: set device=cuda, set TRITON_INTERPRET=1 before the start "
                 "to run it slowly on the CPU, or choose impl torch"
             )
+
+
+def _check_inductor(device: str) -> None:
+    """Inductor writes C++ for a CPU and Triton for a GPU."""
+    from variants.ops.native_library import compiler
+
+    if device == "cpu":
+        compiler()
+    elif find_spec("triton") is None:
+        raise DeviceError("impl inductor on a GPU needs the package triton: pip install triton, or choose torch")
 
 
 def _check_native(device: str) -> None:

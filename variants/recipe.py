@@ -238,7 +238,8 @@ def batch_dependent(recipe: Recipe) -> dict[str, str]:
         if rule.impl == "native" or (name == "bmm" and never_latent):
             continue
         softmax = key.startswith("mla_core") and not name.endswith("_rows")
-        if name in LIBRARY_ORDER or softmax:
+        compiled = rule.impl == "inductor" and not rule.inside  # its order of sums is the compiler's
+        if name in LIBRARY_ORDER or softmax or compiled:
             found.setdefault(name, []).append(key)
         if size and key.startswith("kda_core.prefill") and recipe.execution.prefill_piece % size:
             found.setdefault(f"pieces of {recipe.execution.prefill_piece} off the chunk grid of {size}", []).append(key)

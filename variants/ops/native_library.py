@@ -7,8 +7,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from variants.errors import DeviceError, EngineError
+from variants.ops.calls import tell
 
 SOURCE = Path(__file__).with_name("native_source")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
@@ -52,10 +52,6 @@ class Op(ctypes.Structure):
         ("n", ctypes.c_int64 * SIZES),
         ("f", ctypes.c_double * 2),
     ]
-
-
-Told = Callable[[str, list[Tensor], str], None]
-_watchers: list[Told] = []
 
 
 FLOAT, INTEGER = (torch.float32,), (torch.int64,)
@@ -94,8 +90,7 @@ def op(code: Code, tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Seq
 
 def call(code: Code, tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float] = ()) -> None:
     """Run one operation on as many threads as torch has."""
-    for told in _watchers:
-        told(code.name, list(tensors), f"{tuple(sizes)} {tuple(numbers)}")
+    tell(code.name, tensors, f"{tuple(sizes)} {tuple(numbers)}")
     run((Op * 1)(op(code, tensors, sizes, numbers)))
 
 
@@ -103,16 +98,6 @@ def run(ops: "ctypes.Array[Op]", times: int = 1) -> None:
     """So many times the operations, first to last."""
     if library().neartie_run(ops, len(ops), times, torch.get_num_threads()):
         raise EngineError("impl native: memory or a thread was not to be had; set device.threads=1, or free some")
-
-
-@contextmanager
-def watched(told: Told) -> Iterator[None]:
-    """`told` hears of every `call`: its name, tensors and settings."""
-    _watchers.append(told)
-    try:
-        yield
-    finally:
-        _watchers.remove(told)
 
 
 @cache
