@@ -1,7 +1,11 @@
 """How one job ended: its exit code, and in one line what went wrong, whatever it was."""
 
+import contextlib
 import os
+import signal
 import tempfile
+import threading
+from collections.abc import Generator
 from datetime import UTC, datetime
 from types import TracebackType
 
@@ -40,6 +44,23 @@ class Contained:
 
     def as_dict(self) -> dict[str, object]:
         return {"class": self.kind, "message": self.message, "exit_code": self.code}
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Generator[None]:
+    """A job that is told to end, by a scheduler say, leaves its row as one does that is interrupted."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("terminated")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _told(error: BaseException) -> tuple[int, str]:

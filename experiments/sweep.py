@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from experiments.command import Command
-from experiments.outcome import INTERRUPTED, Contained
+from experiments.outcome import INTERRUPTED, Contained, sigterm_as_interrupt
 from experiments.words import Flags, Line
 from harness import sweep
 from harness.compose import as_yaml, experiment_sweep, load
@@ -91,7 +91,7 @@ def run(command: Command, line: Line, module: ModuleType, root: type[Config]) ->
     swept = Swept(command=command, module=module, flags=line.flags, configs=configs, planned=_planned(command, work))
     if words.resume:
         swept = swept.resumed()
-    with _sigterm_as_interrupt():
+    with sigterm_as_interrupt():
         return swept.run(words.hydra)
 
 
@@ -127,25 +127,6 @@ def _planned(command: Command, work: Sequence[Sequence[str]]) -> list[Place]:
 
 def _pinned(config: Config, gpus: int, number: int) -> Config:
     return replace(config, device=replace(config.device, index=number % gpus)) if gpus else config
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt():
-    """A job that is told to end, by a scheduler say, leaves its row as one does that is interrupted."""
-    import signal
-    import threading
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt("terminated")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True, kw_only=True)
