@@ -291,6 +291,45 @@ def test_explain_tells_the_same_arm(capsys: Captured) -> None:
     assert {"site": "attn_residual", "field": "output", "a": "bf16", "b": "f32"} in document["difference"]
 
 
+@pytest.mark.parametrize(
+    ("variant", "said"),
+    [
+        ("f32", ["execution: mode=incremental"]),
+        ("fast_decode", ["execution: mode=incremental fused=True graph=cuda"]),
+        ("f32_native", ["execution: mode=incremental fused=True", "cache: expanded"]),
+        (
+            "paged_native",
+            ["execution: mode=paged batch=8 prefill_batch=4", "cache: expanded", "batch_dependent: nowhere"],
+        ),
+        ("llama_cpp", ["execution: mode=incremental", "semantics: l2norm_eps=1e-05"]),
+    ],
+)
+def test_explain_leaves_defaults_out(variant: str, said: list[str], capsys: Captured) -> None:
+    """Above the table stand how it runs and what departs from its default, and nothing else."""
+    assert main(["explain", f"variant={variant}"]) == 0
+    name, *lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert name.startswith(f"{variant}  ")
+    assert lines == said
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (["variant=f32_native_plain", "against=f32_native"], ["execution fused False True"]),
+        (["variant=paged_engine_graph", "against=paged_engine"], [
+            "execution graph cuda off", "execution decode_filled_up_to 1,2,4,8,16,32,64 -"]),
+        (["variant=f32", "+variant.override.kda_core={output: bf16, layers: [0]}", "against=f32"], [
+            f"exceptions.kda_core.{phase}@0 {field} bf16 f32"
+            for phase in ("decode", "prefill") for field in ("output", "storage")]),
+    ],
+)  # fmt: skip
+def test_explain_lists_what_differs_and_no_default(words: list[str], rows: list[str], capsys: Captured) -> None:
+    """A setting that one recipe does not name is compared at its default, an exception with its rule."""
+    assert main(["explain", *words]) == 0
+    table = capsys.readouterr().out.partition("\n\n")[2].splitlines()[2:]
+    assert [" ".join(line.split()) for line in table] == rows
+
+
 def test_explain_refuses_what_it_would_ignore(capsys: Captured) -> None:
     """A second variant that does not exist is a usage error, as the first one is."""
     assert main(["explain", "variant=f32", "against=f33"]) == 2
