@@ -5,12 +5,12 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 
 from harness.failure import one_line, traceback_text
-from variants.errors import DeviceError, NeartieError
+from variants.errors import DeviceError, NeartieError, UsageError
 
 INTERNAL, INTERRUPTED = 6, 130
 OUT_OF_MEMORY = {"MemoryError", "OutOfMemoryError"}
@@ -44,6 +44,19 @@ class Contained:
 
     def as_dict(self) -> dict[str, object]:
         return {"class": self.kind, "message": self.message, "exit_code": self.code}
+
+
+@contextlib.contextmanager
+def naming(words: Sequence[str]) -> Generator[None]:
+    """A refusal of a variant ends with those of the command's words that set an axis and that it does not name."""
+    try:
+        yield
+    except UsageError as error:
+        set_ = [word.lstrip("+") for word in words if word.lstrip("+").startswith("variant.")]
+        unnamed = [word for word in set_ if word.removeprefix("variant.") not in str(error)]
+        if not unnamed or not str(error).startswith("variant"):
+            raise
+        raise UsageError(f"{error}; this command sets {', '.join(unnamed)}") from error
 
 
 @contextlib.contextmanager

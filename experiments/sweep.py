@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from experiments.command import Command
-from experiments.outcome import INTERRUPTED, Contained, sigterm_as_interrupt
+from experiments.outcome import INTERRUPTED, Contained, naming, sigterm_as_interrupt
 from experiments.words import Flags, Line
 from harness import sweep
 from harness.compose import as_yaml, experiment_sweep, load
@@ -80,7 +80,7 @@ def run(command: Command, line: Line, module: ModuleType, root: type[Config]) ->
     if words.searched:
         return _searched(command, line, module, root, words)
     work = _expand(words.plain)
-    configs = [_pinned(load(job, root=root), words.gpus, i) for i, job in enumerate(work)]
+    configs = [_pinned(_loaded(job, root), words.gpus, i) for i, job in enumerate(work)]
     if "config" in line.flags.values:
         print("---\n".join(as_yaml(config) for config in configs), end="")
         return 0
@@ -93,6 +93,11 @@ def run(command: Command, line: Line, module: ModuleType, root: type[Config]) ->
         swept = swept.resumed()
     with sigterm_as_interrupt():
         return swept.run(words.hydra)
+
+
+def _loaded(job: Sequence[str], root: type[Config]) -> Config:
+    with naming(job):
+        return load(job, root=root)
 
 
 def _searched(command: Command, line: Line, module: ModuleType, root: type[Config], words: Words) -> int:
@@ -228,7 +233,7 @@ def run_job(module: ModuleType, config: Config, flags: Flags) -> Told:
     outcome = Contained(words)
     said = io.StringIO()
     quiet = flags.json and not hasattr(module, "report")
-    with outcome, contextlib.redirect_stdout(said) if quiet else contextlib.nullcontext():
+    with outcome, naming(flags.job), contextlib.redirect_stdout(said) if quiet else contextlib.nullcontext():
         outcome.code = module.run(config, flags)
     if outcome.message and quiet:
         document: Any = {"error": outcome.as_dict()}

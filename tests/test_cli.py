@@ -281,6 +281,25 @@ def test_config_prints_every_job(capsys: Captured) -> None:
     assert "gemm: f64" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "ending"),
+    [
+        (["variant=f32_native", "variant.gemm=bf16"], "; this command sets variant.gemm=bf16"),
+        (["variant=fast_decode", "variant.gemm=f32"], "; this command sets variant.gemm=f32"),
+        (["variant=paged_native", "variant.gemm=bf16", "variant.tf32=true"],
+         "; this command sets variant.gemm=bf16, variant.tf32=true"),
+        (["variant=f32", "variant.mla.tile_q=64"], "; remove it or change the other setting"),
+        (["variant=f32", "variant.gemm=bf15"], "expected one of [f64, f32, f16, bf16_f32out, bf16]"),
+        (["variant=f33"], "did you mean 'f32'?"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("many", [False, True])
+def test_a_refusal_names_what_was_changed(words: list[str], ending: str, many: bool, capsys: Captured) -> None:
+    """Where a variant is refused for another setting than the command's own, these are named; where not, nothing is."""
+    assert main(["explain", *(["-m"] if many else []), *words]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(ending)
+
+
 def test_explain_tells_the_same_arm(capsys: Captured) -> None:
     """Two variants that resolve to one recipe are called the same arm; two that differ are listed site by site."""
     assert main(["explain", "variant=f64_islands", "against=f64_islands"]) == 0
