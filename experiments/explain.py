@@ -97,7 +97,7 @@ def _difference_text(config: Settings, recipe: Recipe, other: Recipe) -> str:
     names = f"{config.label} ({recipe.hash[:12]}) against {config.against} ({other.hash[:12]})"
     rows = [[row["site"], row["field"], *_cells(row)] for row in difference(recipe, other)]
     if not rows:
-        return f"{names}: the same arm; they resolve to one recipe"
+        return f"{names}: one variant, the same arm; both resolve to one recipe"
     several = _several(config)
     head = [names, *([several] if several else []), ""]
     return "\n".join([*head, text_table(("site", "field", config.label, str(config.against)), rows)])
