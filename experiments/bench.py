@@ -146,18 +146,21 @@ def _text(config: Settings, runs: list[Pairs]) -> str:
         ratios = [_ratio(Spread.of(x[:, 1] / x[:, 0])) for _, x in run.clocks()]
         ours, theirs = (f"{1e3 * Spread.of(run.wall_s[:, side]).median:.2f} ms" for side in (0, 1))
         rows.append([number, ours, theirs, *(*ratios, "-")[:2], f"{run.agreed}/{run.compared}"])
-    told = [f"a token; medians over {unit}; ratio: pairwise, 5th to 95th percentile", _whose(config.against)]
+    told = [f"a token; medians over {unit}; ratio: pairwise, 5th to 95th percentile", _whose(config)]
     if config.against == LLAMA and any(run.agreed < run.compared for run in runs):
         told.append("the tokens differ: each side ran on its own, so the two did not do the same work")
     return "\n".join([text_table(head, rows), *told])
 
 
-def _whose(against: str) -> str:
-    """What the other side is, since a variant may bear an engine's name."""
+def _whose(config: Settings) -> str:
+    """What the other side is, since a variant may bear an engine's name, and one variant two names."""
+    against = config.against
     if against == LLAMA:
         return f"{against}: llama.cpp's own server in float32, another process, by its own clock"
     if against in LIBRARY:
         return f"{against}: the library in {LIBRARY[against]}, in this process"
+    if named_variant(against) == config.variant:
+        return f"{config.label} and {against} are one variant, the same arm: the ratio is that of equal work"
     return f"{against}: a variant of this project, in this process"
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from experiments import usage, words
 from experiments.command import Command
 from experiments.commands import available
-from experiments.outcome import Contained
+from experiments.outcome import Contained, naming
 from harness.nearest import did_you_mean
 from variants.errors import UsageError
 
@@ -66,12 +66,13 @@ def _run(command: Command, line: words.Line) -> int:
     if line.flags.many:
         return sweep.run(command, line, module, root)
     sweep.refuse_outside(line.overrides)
-    config = load(line.overrides, root=root)
-    if "config" in line.flags.values:
-        print(as_yaml(config), end="")
-        return 0
-    flags = replace(line.flags, job=line.overrides)
-    code = module.run(config, flags)
+    with naming(line.overrides):
+        config = load(line.overrides, root=root)
+        if "config" in line.flags.values:
+            print(as_yaml(config), end="")
+            return 0
+        flags = replace(line.flags, job=line.overrides)
+        code = module.run(config, flags)
     if hasattr(module, "report"):
         module.report(flags)
     return code

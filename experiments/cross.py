@@ -2,7 +2,9 @@
 
 import shlex
 import sys
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 
 from experiments.words import Flags
@@ -42,19 +44,25 @@ class Settings(Config):
 def run(config: Settings, flags: Flags) -> int:
     """Run every engine on every golden once, then hold each against the others; a result exits 0 whatever it is."""
     choices = [(name, engine_config(name, config)) for name in config.engines]
+    _refuse_twice(choices)
     tables: dict[str, list[Cell]] = {}
     for name in config.goldens:
         golden = part_of(load_golden(name), prompts=config.limit, tokens=config.max_tokens)
         engines = tracked(golden.name, choices, len(choices))
         runs = {choice.label: _once(choice, golden) for _, choice in engines}
-        if len(runs) < len(choices):
-            raise UsageError(f"cross: {', '.join(config.engines)} name one engine twice; name each once")
         tables[golden.name] = cross(golden, runs)
     if flags.json:
         print(strict_json.dumps({name: [asdict(c) for c in cells] for name, cells in tables.items()}).decode())
     else:
         print("\n\n".join(text(name, cells) for name, cells in tables.items()))
     return 0
+
+
+def _refuse_twice(choices: Sequence[tuple[str, Config]]) -> None:
+    """Raises UsageError for two entries that would be one column, or that are one variant by two names."""
+    for (first, a), (second, b) in combinations(choices, 2):
+        if a.label == b.label or replace(a, label=b.label) == b:
+            raise UsageError(f"cross: {first!r} and {second!r} name one engine twice; name each once")
 
 
 def engine_config(name: str, config: Settings) -> Config:

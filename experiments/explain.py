@@ -10,8 +10,9 @@ from harness.compose import named_variant
 from harness.config import Config, EngineKind
 from harness.engines.assets import checkpoint_folder
 from harness.text_table import text_table
+from variants.axes import Execution, ExecutionAxes
 from variants.errors import UsageError
-from variants.recipe import Recipe, difference, resolve
+from variants.recipe import Recipe, batch_dependent, difference, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +59,29 @@ def _several(config: Settings) -> str | None:
     return None if config.against is None else several_axes(config.variant, named_variant(config.against))
 
 
+RULE = ("site", "input", "accum", "output", "storage", "algorithm", "impl")
+
+
 def _recipe_text(label: str, recipe: Recipe) -> str:
     rows = [[*(row.pop(name) for name in RULE), _options(row)] for row in recipe.rows()]
-    settings = {k: v for k, v in recipe.as_dict().items() if k not in ("sites", "exceptions")}
-    lines = [f"{name}: {_plain(value)}" for name, value in settings.items()]
-    return "\n".join([f"{label}  {recipe.hash[:12]}", *lines, "", text_table((*RULE, "options"), rows)])
+    table = text_table((*RULE, "options"), rows)
+    return "\n".join([f"{label}  {recipe.hash[:12]}", *_settings(recipe), "", table])
 
 
-RULE = ("site", "input", "accum", "output", "storage", "algorithm", "impl")
+def _settings(recipe: Recipe) -> list[str]:
+    """How it runs and what else departs from its default, a line each; over pages, where bits follow the batch."""
+    run = recipe.execution
+    plain = Recipe(rules=recipe.rules, exceptions=recipe.exceptions, execution=ExecutionAxes(mode=run.mode))
+    found = {"execution": [f"mode={run.mode.name}"]}
+    for row in difference(recipe, plain):
+        site, field = str(row["site"]), str(row["field"])
+        if site != "batch_dependent":
+            found.setdefault(site, []).append(_plain(row["a"]) if field == site else f"{field}={_plain(row['a'])}")
+    lines = [f"{name}: {' '.join(values)}" for name, values in found.items()]
+    if run.mode is Execution.paged:
+        follow = batch_dependent(recipe)
+        lines += [f"batch_dependent {name}: {sites}" for name, sites in follow.items()] or ["batch_dependent: nowhere"]
+    return lines
 
 
 def _options(rest: dict[str, object]) -> str:
@@ -73,17 +89,25 @@ def _options(rest: dict[str, object]) -> str:
 
 
 def _plain(value: object) -> str:
-    return _options(value) if isinstance(value, dict) else str(value)
+    many = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
+    return ",".join(map(str, many))
 
 
 def _difference_text(config: Settings, recipe: Recipe, other: Recipe) -> str:
     names = f"{config.label} ({recipe.hash[:12]}) against {config.against} ({other.hash[:12]})"
-    rows = [[row["site"], row["field"], row["a"], row["b"]] for row in difference(recipe, other)]
+    rows = [[row["site"], row["field"], *_cells(row)] for row in difference(recipe, other)]
     if not rows:
-        return f"{names}: the same arm; they resolve to one recipe"
+        return f"{names}: one variant, the same arm; both resolve to one recipe"
     several = _several(config)
     head = [names, *([several] if several else []), ""]
     return "\n".join([*head, text_table(("site", "field", config.label, str(config.against)), rows)])
+
+
+def _cells(row: dict[str, object]) -> list[str | None]:
+    """Both values; of lists of sites, which are long, the number if that differs."""
+    cells = [None if row[side] in (None, []) else _plain(row[side]) for side in ("a", "b")]
+    counts = [cell and f"sites: {cell.count(',') + 1}" for cell in cells]
+    return counts if row["site"] == "batch_dependent" and counts[0] != counts[1] else cells
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """How one job ended: its exit code, and in one line what went wrong, whatever it was."""
 
+import contextlib
 import os
+import signal
 import tempfile
+import threading
+from collections.abc import Generator, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 
 from harness.failure import one_line, traceback_text
-from variants.errors import DeviceError, NeartieError
+from variants.errors import DeviceError, NeartieError, UsageError
 
 INTERNAL, INTERRUPTED = 6, 130
 OUT_OF_MEMORY = {"MemoryError", "OutOfMemoryError"}
@@ -40,6 +44,36 @@ class Contained:
 
     def as_dict(self) -> dict[str, object]:
         return {"class": self.kind, "message": self.message, "exit_code": self.code}
+
+
+@contextlib.contextmanager
+def naming(words: Sequence[str]) -> Generator[None]:
+    """A refusal of a variant ends with those of the command's words that set an axis and that it does not name."""
+    try:
+        yield
+    except UsageError as error:
+        set_ = [word.lstrip("+") for word in words if word.lstrip("+").startswith("variant.")]
+        unnamed = [word for word in set_ if word.removeprefix("variant.") not in str(error)]
+        if not unnamed or not str(error).startswith("variant"):
+            raise
+        raise UsageError(f"{error}; this command sets {', '.join(unnamed)}") from error
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Generator[None]:
+    """A job that is told to end, by a scheduler say, leaves its row as one does that is interrupted."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("terminated")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _told(error: BaseException) -> tuple[int, str]:

@@ -1,11 +1,12 @@
 """`neartie serve`: a variant behind the OpenAI API, over the library's own paged runner; a row tells what it served."""
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.gate import announced
+from experiments.outcome import sigterm_as_interrupt
 from experiments.words import Flags
 from harness import strict_json
 from harness.compose import as_plain
@@ -54,9 +55,9 @@ class Settings(Config):
 
 
 def run(config: Settings, flags: Flags) -> int:
-    """Serve until SIGTERM or Ctrl-C; what runs by then has grace_s to finish."""
+    """Serve until SIGTERM or Ctrl-C; what runs by then has grace_s to finish. Before it serves, both interrupt."""
     about = announced(config, flags, "serve") | {"golden": None, "detail": {"config": _settings(config)}}
-    with Ledger(Path(config.results) / "ledger").begin(about) as row:
+    with sigterm_as_interrupt(), Ledger(Path(config.results) / "ledger").begin(about) as row:
         flags.results.append(row)
         check_device(config.device)
         row.add({"environment": environment(device=config.device.torch_name)})
@@ -115,12 +116,20 @@ def _say(lines: list[str]) -> None:
 def report(flags: Flags) -> None:
     """The row, as JSON or as a line."""
     record = read_row(flags.results[0].path)
-    done = (record["detail"] or {})["served"]
-    if flags.json:
-        print(strict_json.dumps(record).decode())
-        return
-    print(f"served {json.dumps(done['ended'])}, tokens {json.dumps(done['tokens'])}, cut short {done['cut_short']}")
-    print(f"first token {json.dumps(done['first_token_s'])} s, whole answer {json.dumps(done['answer_s'])} s")
+    print(strict_json.dumps(record).decode() if flags.json else _ending(record["detail"]["served"]))
+
+
+def _ending(done: dict[str, Any]) -> str:
+    """What was served, in one line; times are of answers that were given whole."""
+    ended = ", ".join(f"{count} {how}" for how, count in sorted(done["ended"].items()))
+    answers = str(sum(done["ended"].values())) + (f" ({ended})" if ended else "")
+    times = [
+        f"; {name} {', '.join(f'{q} {seconds:.3g} s' for q, seconds in done[field].items())}"
+        for name, field in (("first token", "first_token_s"), ("whole answer", "answer_s"))
+        if done[field] is not None
+    ]
+    tokens = done["tokens"].get("completion", 0)
+    return f"served: answers {answers}, tokens {tokens}, cut short {done['cut_short']}{''.join(times)}"
 
 
 if __name__ == "__main__":

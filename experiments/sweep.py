@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from experiments.command import Command
-from experiments.outcome import INTERRUPTED, Contained
+from experiments.outcome import INTERRUPTED, Contained, naming, sigterm_as_interrupt
 from experiments.words import Flags, Line
 from harness import sweep
 from harness.compose import as_yaml, experiment_sweep, load
@@ -80,7 +80,7 @@ def run(command: Command, line: Line, module: ModuleType, root: type[Config]) ->
     if words.searched:
         return _searched(command, line, module, root, words)
     work = _expand(words.plain)
-    configs = [_pinned(load(job, root=root), words.gpus, i) for i, job in enumerate(work)]
+    configs = [_pinned(_loaded(job, root), words.gpus, i) for i, job in enumerate(work)]
     if "config" in line.flags.values:
         print("---\n".join(as_yaml(config) for config in configs), end="")
         return 0
@@ -91,8 +91,13 @@ def run(command: Command, line: Line, module: ModuleType, root: type[Config]) ->
     swept = Swept(command=command, module=module, flags=line.flags, configs=configs, planned=_planned(command, work))
     if words.resume:
         swept = swept.resumed()
-    with _sigterm_as_interrupt():
+    with sigterm_as_interrupt():
         return swept.run(words.hydra)
+
+
+def _loaded(job: Sequence[str], root: type[Config]) -> Config:
+    with naming(job):
+        return load(job, root=root)
 
 
 def _searched(command: Command, line: Line, module: ModuleType, root: type[Config], words: Words) -> int:
@@ -127,25 +132,6 @@ def _planned(command: Command, work: Sequence[Sequence[str]]) -> list[Place]:
 
 def _pinned(config: Config, gpus: int, number: int) -> Config:
     return replace(config, device=replace(config.device, index=number % gpus)) if gpus else config
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt():
-    """A job that is told to end, by a scheduler say, leaves its row as one does that is interrupted."""
-    import signal
-    import threading
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt("terminated")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +233,7 @@ def run_job(module: ModuleType, config: Config, flags: Flags) -> Told:
     outcome = Contained(words)
     said = io.StringIO()
     quiet = flags.json and not hasattr(module, "report")
-    with outcome, contextlib.redirect_stdout(said) if quiet else contextlib.nullcontext():
+    with outcome, naming(flags.job), contextlib.redirect_stdout(said) if quiet else contextlib.nullcontext():
         outcome.code = module.run(config, flags)
     if outcome.message and quiet:
         document: Any = {"error": outcome.as_dict()}

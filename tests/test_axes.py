@@ -13,6 +13,9 @@ from variants.axes import (
     Execution,
     ExecutionAxes,
     Gemm,
+    Graph,
+    Impl,
+    ImplAxes,
     KdaAxes,
     KdaCore,
     KvCache,
@@ -23,6 +26,7 @@ from variants.axes import (
     NormRounding,
     NormVariance,
     Order,
+    SiteOverride,
     Store,
     Stream,
     TileOrder,
@@ -33,6 +37,9 @@ from variants.ops import kda, mla
 from variants.rules import GEMM, KDA_ACCUM, MLA_ACCUM, ROUTER, STREAM
 
 CARRIED = ExecutionAxes(mode=Execution.incremental)
+FUSED = dataclasses.replace(CARRIED, fused=True)
+IMPLS = [f.name for f in dataclasses.fields(ImplAxes)]
+NATIVE = ImplAxes(**dict.fromkeys(IMPLS, Impl.native))
 ABSORBED = MlaAxes(prefill=MlaCore.absorbed, decode=MlaCore.absorbed)
 NARROW = MlaAxes(prefill=MlaCore.dense_bf16, decode=MlaCore.dense_bf16)
 
@@ -80,6 +87,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "batch_invariant=true with mla.decode=sdpa"),
     ({"batch_invariant": True, "kda": KdaAxes(prefill=KdaCore.recurrent_gemv), "execution": CARRIED},
      "batch_invariant=true with kda.prefill=recurrent_gemv"),
+    ({"execution": FUSED}, "execution.fused=true with impl.kda=torch"),
+    ({"execution": FUSED, "impl": dataclasses.replace(NATIVE, mla=Impl.row)},
+     "execution.fused=true with impl row and native"),
+    ({"execution": FUSED, "impl": NATIVE}, "execution.fused=true with mla.cache=latent"),
+    ({"execution": FUSED, "impl": ImplAxes(**dict.fromkeys(IMPLS, Impl.row))}, "execution.fused=true"),
+    ({"execution": FUSED, "override": {"kda_core": SiteOverride(output=Store.bf16)}}, "execution.fused=true"),
+    ({"execution": dataclasses.replace(FUSED, batch=2), "impl": NATIVE, "mla": MlaAxes(cache=KvCache.expanded)},
+     "execution.fused=true"),
+    ({"execution": dataclasses.replace(CARRIED, graph=Graph.cuda)}, "execution.graph=cuda"),
 ]  # fmt: skip
 
 
@@ -92,6 +108,7 @@ def test_a_setting_without_effect_is_refused(settings: dict[str, Any], named: st
     assert message.startswith(f"variant: {named} has no effect or cannot run: ")
     assert message.endswith("remove it or change the other setting")
     assert "\n" not in message
+    assert len(message) < 200
 
 
 TAKEN: list[dict[str, Any]] = [

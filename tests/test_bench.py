@@ -132,6 +132,13 @@ def test_a_bench_leaves_a_row(tmp_path: Path, capsys: Captured) -> None:
     assert row["decode_tok_s"]["steps"] == 2
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("f32_fast", "f32", "ratio", "2/2"))
+    assert "one variant" not in shown
+
+
+def test_one_variant_by_two_names_is_called_so(tmp_path: Path, capsys: Captured) -> None:
+    """It is timed, as a control, and the last line says that both names mean the same."""
+    benched(tmp_path, "variant=bf16_residual", "variant.stream=f32", "against=f64_islands")
+    assert "bf16_residual+stream=f32 and f64_islands are one variant, the same arm" in capsys.readouterr().out
 
 
 @needs_library

@@ -281,6 +281,25 @@ def test_config_prints_every_job(capsys: Captured) -> None:
     assert "gemm: f64" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "ending"),
+    [
+        (["variant=f32_native", "variant.gemm=bf16"], "; this command sets variant.gemm=bf16"),
+        (["variant=fast_decode", "variant.gemm=f32"], "; this command sets variant.gemm=f32"),
+        (["variant=paged_native", "variant.gemm=bf16", "variant.tf32=true"],
+         "; this command sets variant.gemm=bf16, variant.tf32=true"),
+        (["variant=f32", "variant.mla.tile_q=64"], "; remove it or change the other setting"),
+        (["variant=f32", "variant.gemm=bf15"], "expected one of [f64, f32, f16, bf16_f32out, bf16]"),
+        (["variant=f33"], "did you mean 'f32'?"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("many", [False, True])
+def test_a_refusal_names_what_was_changed(words: list[str], ending: str, many: bool, capsys: Captured) -> None:
+    """Where a variant is refused for another setting than the command's own, these are named; where not, nothing is."""
+    assert main(["explain", *(["-m"] if many else []), *words]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(ending)
+
+
 def test_explain_tells_the_same_arm(capsys: Captured) -> None:
     """Two variants that resolve to one recipe are called the same arm; two that differ are listed site by site."""
     assert main(["explain", "variant=f64_islands", "against=f64_islands"]) == 0
@@ -289,6 +308,45 @@ def test_explain_tells_the_same_arm(capsys: Captured) -> None:
     document = json.loads(capsys.readouterr().out)
     assert document["hash"] != document["against_hash"]
     assert {"site": "attn_residual", "field": "output", "a": "bf16", "b": "f32"} in document["difference"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "said"),
+    [
+        ("f32", ["execution: mode=incremental"]),
+        ("fast_decode", ["execution: mode=incremental fused=True graph=cuda"]),
+        ("f32_native", ["execution: mode=incremental fused=True", "cache: expanded"]),
+        (
+            "paged_native",
+            ["execution: mode=paged batch=8 prefill_batch=4", "cache: expanded", "batch_dependent: nowhere"],
+        ),
+        ("llama_cpp", ["execution: mode=incremental", "semantics: l2norm_eps=1e-05"]),
+    ],
+)
+def test_explain_leaves_defaults_out(variant: str, said: list[str], capsys: Captured) -> None:
+    """Above the table stand how it runs and what departs from its default, and nothing else."""
+    assert main(["explain", f"variant={variant}"]) == 0
+    name, *lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert name.startswith(f"{variant}  ")
+    assert lines == said
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (["variant=f32_native_plain", "against=f32_native"], ["execution fused False True"]),
+        (["variant=paged_engine_graph", "against=paged_engine"], [
+            "execution graph cuda off", "execution decode_filled_up_to 1,2,4,8,16,32,64 -"]),
+        (["variant=f32", "+variant.override.kda_core={output: bf16, layers: [0]}", "against=f32"], [
+            f"exceptions.kda_core.{phase}@0 {field} bf16 f32"
+            for phase in ("decode", "prefill") for field in ("output", "storage")]),
+    ],
+)  # fmt: skip
+def test_explain_lists_what_differs_and_no_default(words: list[str], rows: list[str], capsys: Captured) -> None:
+    """A setting that one recipe does not name is compared at its default, an exception with its rule."""
+    assert main(["explain", *words]) == 0
+    table = capsys.readouterr().out.partition("\n\n")[2].splitlines()[2:]
+    assert [" ".join(line.split()) for line in table] == rows
 
 
 def test_explain_refuses_what_it_would_ignore(capsys: Captured) -> None:

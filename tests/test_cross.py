@@ -48,8 +48,9 @@ def test_one_command_makes_the_table(tmp_path: Path, capsys: Captured) -> None:
         assert main(words) == 0
         assert "golden (vllm)" in capsys.readouterr().out
     assert main(["cross", f"results={tmp_path}"]) == 2
-    assert main(["cross", "engines=[f32,f32]", "limit=1", "max_tokens=1", f"results={tmp_path}"]) == 2
-    assert "name one engine twice" in capsys.readouterr().err
+    for twice in ("[f32,f32]", "[f64_islands,'bf16_residual variant.stream=f32']"):
+        assert main(["cross", f"engines={twice}", "limit=1", "max_tokens=1", f"results={tmp_path}"]) == 2
+        assert "name one engine twice" in capsys.readouterr().err
     assert main(["cross", "engines=[f32]", "golden=wide", f"results={tmp_path}"]) == 2
     assert "golden=wide has no effect; name goldens with goldens=[wide]" in capsys.readouterr().err
 

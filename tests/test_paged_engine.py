@@ -109,11 +109,11 @@ def test_what_ran_is_watched_through_the_runner(invariant: bool) -> None:
 
 
 def test_explain_names_where_bits_follow_the_batch() -> None:
-    """A line of the recipe's text has the algorithms and their sites; batch-invariant it is empty."""
+    """A line of the recipe's text for each algorithm has its sites; batch-invariant it says nowhere."""
     config = made().checkpoint.config
     free, kept = (_recipe_text("x", resolve(replace(variant(), batch_invariant=b), config)) for b in (False, True))
-    assert "batch_dependent: gemm=q_proj" in free
-    assert "batch_dependent: \n" in kept
+    assert "\nbatch_dependent gemm: q_proj k_proj" in free
+    assert "\nbatch_dependent: nowhere\n" in kept
 
 
 def test_taps_and_replay_work_over_pages() -> None:

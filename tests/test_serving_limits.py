@@ -1,6 +1,7 @@
 """Bounds of the server: whoever leaves, stalls, floods or is too large costs the others nothing."""
 
 import json
+import re
 import signal
 import socket
 import struct
@@ -268,6 +269,22 @@ def test_a_stop_finishes_what_it_can_and_cuts_the_rest() -> None:
     assert idle(beside)
 
 
+def test_a_stop_ends_half_requests_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Half a body and a reader that does not read end with the closing time; nothing is printed of them."""
+    monkeypatch.setattr(server_module, "CLOSING_S", 0.3)
+    with ExitStack() as stack:
+        with Beside(make_service(local(), Offer(max_len=256)), grace_s=5) as beside:
+            half, slow = stack.enter_context(connect(beside)), stack.enter_context(connect(beside, receive=4096))
+            half.sendall(post(LONG)[:-5])
+            slow.sendall(post({**LONG, "n": 8, "logprobs": 20, "stream": True}))
+            until(lambda: beside.service.desk.engine.stats.running == 8 and beside.service.inbox.held > 0)
+        assert rest(half) == b""
+    assert idle(beside)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     """It plans its memory aloud, listens on loopback, and on SIGTERM leaves a row with what it served."""
     command = [sys.executable, "-m", "experiments.cli", "serve", "variant=paged_batch", "port=0", "max_len=64"]
@@ -283,14 +300,36 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
                 assert client.said(max_tokens=3)
         finally:
             process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        out, rest_said = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert 'served {"length": 1}' in out
+    assert re.fullmatch(
+        r"served: answers 1 \(1 length\), tokens 3, cut short 0; "
+        r"first token p50 [\d.]+ s, p99 [\d.]+ s; whole answer p50 [\d.]+ s, p99 [\d.]+ s\n",
+        out,
+    )
+    assert rest_said == ""
     (row,) = Ledger(tmp_path / "ledger").rows()
     assert (row["status"], row["experiment"], row["variant"]) == ("ok", "serve", "paged_batch")
     assert row["detail"]["served"]["tokens"] == {"prompt": 3, "completion": 3}
     assert row["detail"]["served"]["left"] == {"sequences": 0, "slots": 0, "pages": 0}
     assert "127.0.0.1" not in json.dumps(row)
+
+
+def test_a_stop_before_it_serves_is_an_interruption(tmp_path: Path) -> None:
+    """SIGTERM while it loads: exit code 130, one line, and a row that says so."""
+    code = f"""
+import os, signal, sys
+from experiments import serve
+serve.check_device = lambda device: os.kill(os.getpid(), signal.SIGTERM)
+from experiments.cli import main
+sys.exit(main(["serve", "variant=paged_batch", "port=0", "results={tmp_path}"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.startswith("neartie: error: interrupted")
+    assert len(done.stderr.splitlines()) == 1
+    (row,) = Ledger(tmp_path / "ledger").rows()
+    assert (row["status"], row["error"]) == ("failed", "interrupted (KeyboardInterrupt: terminated)")
 
 
 def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:

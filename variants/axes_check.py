@@ -151,22 +151,24 @@ def _execution(v: Variant) -> Iterator[Refusal]:
 
 
 def _fused(v: Variant) -> Iterator[Refusal]:
-    run, native = v.execution, v.impl.all_are(Impl.native) and v.mla.cache is KvCache.expanded
-    row = v.impl.all_are(Impl.row) and (v.stream, v.gemm, v.logits) == (Stream.bf16, Gemm.bf16, Store.bf16)
-    yield (
-        run.fused and not ((row or native) and not v.override),
-        "execution.fused=true",
-        "a fused step joins all eight operations of impl row over a bf16 stream, or of impl native over expanded keys, "
-        "and has no overrides; start from variant fast_decode or f32_native",
-    )
+    """A fused step and a graph: impl row in bf16, or (fused alone) impl native over expanded keys."""
+    run, set_ = v.execution, "execution.fused=true"
+    row, native = v.impl.all_are(Impl.row), v.impl.all_are(Impl.native)
+    yield run.fused and bool(v.override), set_, "an override is of one operation alone, and a fused step joins them"
+    other = (f"impl.{k}={i.name}" for k, i in vars(v.impl).items() if i not in (Impl.row, Impl.native))
+    named, why = next(other, "impl row and native"), "all of impl must be row (fast_decode) or native (f32_native)"
+    yield run.fused and not (row or native), f"{set_} with {named}", why
+    narrow = (v.stream, v.gemm, v.logits) == (Stream.bf16, Gemm.bf16, Store.bf16)
+    yield run.fused and row and not narrow, set_, "impl row joins operations where stream, gemm and logits are bf16"
+    latent = v.mla.cache is not KvCache.expanded
+    yield run.fused and native and latent, f"{set_} with mla.cache=latent", "impl native joins over mla.cache=expanded"
     alone = run.mode is Execution.incremental and run.batch == 1
-    yield run.fused and not alone, "execution.fused=true", "it is one row; set execution.mode=incremental and batch=1"
-    paged = run.mode is Execution.paged and not v.override
+    yield run.fused and not alone, set_, "it is one row; set execution.mode=incremental and batch=1"
+    replayed = row and narrow and not v.override and (run.fused or run.mode is Execution.paged)
     yield (
-        run.graph is not Graph.off and not (row and (run.fused or paged)),
+        run.graph is not Graph.off and not replayed,
         "execution.graph=cuda",
-        "it replays a fused step or a paged decode, of impl row, all eight, without overrides; start from variant "
-        "fast_decode or paged_engine_graph",
+        "it replays what fast_decode or paged_engine_graph runs, impl row in bf16",
     )
 
 

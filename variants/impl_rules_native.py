@@ -23,7 +23,7 @@ def refined(axis: str, v: Variant, rules: Mapping[str, Rule]) -> Rules:
         formats = (rule.input, rule.accum, rule.output, rule.storage)
         if any(f not in (None, DType.f32) for f in formats):
             other = next(f.name for f in formats if f not in (None, DType.f32))
-            refuse(axis, Impl.native, f"it is float32 throughout, the recipe has {other} at {key}; start from variant "
+            refuse(axis, Impl.native, f"it is float32 throughout, the recipe has {other} at {key}; keep the formats of "
                                       "f32_native")  # fmt: skip
     return out
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 
 from variants.axes import Execution, ExecutionAxes, Graph, KvNormEps, L2NormEps, Param, Variant
 from variants.dtypes import DType
@@ -131,7 +132,7 @@ class Recipe:
             "sites": {k: r.as_dict() for k, r in self.rules.items()},
             "exceptions": {f"{k}@{layer}": r.as_dict() for (k, layer), r in sorted(self.exceptions.items())},
             "semantics": self.semantics.as_dict(),
-            "execution": self._execution(),
+            "execution": self.execution_dict(),
             **({} if self.execution.mode is not Execution.paged else {"batch_dependent": batch_dependent(self)}),
             "cache": "expanded" if self.expanded_cache else "latent",
             "fused_projections": self.fused_projections,
@@ -140,7 +141,7 @@ class Recipe:
             "tf32": self.tf32,
         }
 
-    def _execution(self) -> dict[str, object]:
+    def execution_dict(self) -> dict[str, object]:
         run = self.execution
         plain: dict[str, object] = {
             "mode": run.mode.name, "prefill_piece": run.prefill_piece, "batch": run.batch}  # fmt: skip
@@ -172,8 +173,21 @@ class Recipe:
 
 
 def difference(a: Recipe, b: Recipe) -> list[dict[str, object]]:
-    """The fields in which two recipes differ: a row each with the site or setting, the field and both values."""
-    return list(_walk("", a.as_dict(), b.as_dict()))
+    """The fields in which two recipes differ: a row each with the site or setting, the field and both values.
+
+    A setting that a recipe does not name has its default, and a place that has no exception has the rule of its site.
+    """
+    places = sorted({*a.exceptions, *b.exceptions})
+    return list(_walk("", *(_in_full(recipe, places) for recipe in (a, b))))
+
+
+def _in_full(recipe: Recipe, places: Iterable[Place]) -> dict[str, object]:
+    named = recipe.as_dict()
+    every = {k: v.name if isinstance(v, Enum) else v for k, v in vars(recipe.execution).items()}
+    rules = {f"{k}@{n}": recipe.exceptions.get((k, n), recipe.rules[k]).as_dict() for k, n in places}
+    follow = named.get("batch_dependent", {})
+    run = every | recipe.execution_dict()
+    return named | {"execution": run, "batch_dependent": follow, "exceptions": rules}
 
 
 def _walk(path: str, a: object, b: object) -> Iterable[dict[str, object]]:

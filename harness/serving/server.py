@@ -19,7 +19,7 @@ from variants.errors import DeviceError, EngineError
 CONNECTIONS = 1024
 KEEP_ALIVE_S = 10
 SEND_BYTES = 2**16
-CLOSING_S = 5  # for connections whose answers are complete
+CLOSING_S = 5  # for what is being read or written when all answers are complete
 
 
 class Protocol(H11Protocol):
@@ -86,7 +86,7 @@ def web(service: Service) -> Web:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=CLOSING_S,
+        timeout_graceful_shutdown=2 * CLOSING_S,
     )
     return Web(config)
 
@@ -104,6 +104,9 @@ async def serve(service: Service, listening: socket.socket, stop: asyncio.Event,
     stopping.cancel()
     cut = 0 if thread.done() else await service.desk.drain(grace_s)
     server.should_exit = True
+    await asyncio.wait({serving}, timeout=CLOSING_S)
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()  # half a request, or a reader that does not read: uvicorn would print a traceback
     await serving
     service.desk.engine.stop()
     await asyncio.wait({thread})
