@@ -115,11 +115,13 @@ def test_a_token_of_the_delta_rule_with_its_gates() -> None:
     q, k, f = (drawn(5, 3, 8, seed=s) for s in range(3))
     v, beta, state = drawn(5, 3, 6, seed=4), drawn(5, 3, seed=5), drawn(5, 3, 8, 6, seed=6)
     gate = (-drawn(3, 1, seed=7).exp(), drawn(3, 8, seed=8))
-    got = inductor.delta_step((q, k, v, f, beta), gate, state, scale=0.3, eps=1e-6, stores=(None,) * 4)
+    kept = (None, None, None, None)
+    got = inductor.delta_step((q, k, v, f, beta), gate, state, scale=0.3, eps=1e-6, stores=kept)
     q, k, v, f, beta, state = (x.double() for x in (q, k, v, f, beta, state))
     g = kda.decay_gate(f, *(x.double() for x in gate))
     operands = (kda.l2norm(q) * 0.3, kda.l2norm(k), v, g, torch.sigmoid(beta))
-    o, after = kda.recurrent(*(x.unsqueeze(1) for x in operands), state)
+    q, k, v, g, beta = (x.unsqueeze(1) for x in operands)
+    o, after = kda.recurrent(q, k, v, g, beta, state)
     assert relative(got[0], o[:, 0]) < 1e-6
     assert relative(got[1], after) < 1e-6
 
