@@ -93,7 +93,10 @@ READS: dict[EngineKind, tuple[frozenset[str], frozenset[str]]] = {
     EngineKind.transformers: (frozenset(("dtype", "attention", "experts")), frozenset(("model", "device"))),
     EngineKind.replay: (frozenset(("folder", "run")), frozenset()),
     EngineKind.openai: (frozenset((*_SERVER, "url", "served", "dialect", "stream")), frozenset()),
-    EngineKind.vllm: (frozenset(("dtype", "backend", "batch", "memory", "top_k")), frozenset(("model",))),
+    EngineKind.vllm: (
+        frozenset(("dtype", "backend", "batch", "memory", "top_k", "compile", "graph")),
+        frozenset(("model",)),
+    ),
     EngineKind.llama_server: (
         frozenset(("dtype", "gguf", "url", "kv", "flash", "api", "via", "concurrency", "timeout_s")),
         frozenset(("model", "device")),
@@ -140,8 +143,8 @@ class EngineChoice:
     for the only one; dialect: whose extra fields it takes; key: the environment variable that holds the API key; feed:
     what prompts are sent as; tokenizer: the server's tokenizer.json, needed where it takes or gives text; concurrency:
     requests at a time; timeout_s: for one answer; retries: of a request that failed; top_k: logprobs asked for with
-    each token, 0 for none; stream: read tokens as they come, which times them. backend: vLLM's attention; batch:
-    prompts that it is given together, 0 for all; memory: the share of the GPU that it takes. gguf: llama.cpp's file,
+    each token, 0 for none; stream: read tokens as they come, which times them. backend: vLLM's attention; compile:
+    its layers under its torch.compile; graph: its decode steps as CUDA graphs; batch: prompts that it is given together, 0 for all; memory: the share of the GPU that it takes. gguf: llama.cpp's file,
     None to write one of the model; kv, flash: its cache and attention; api: how it is asked; via: a server of its own,
     or the library in this process (None for what the kind does by itself).
     """
@@ -164,6 +167,8 @@ class EngineChoice:
     top_k: int = 20
     stream: bool = False
     backend: str | None = None
+    compile: bool = False
+    graph: bool = False
     batch: int = 1
     memory: float = 0.2
     gguf: str | None = None
@@ -212,7 +217,8 @@ class EngineChoice:
         if self.kind is EngineKind.openai:
             return f"openai_{self.served or 'server'}" + (f"_x{self.concurrency}" if self.concurrency > 1 else "")
         if self.kind is EngineKind.vllm:
-            return f"vllm_{self.dtype.name}_{(self.backend or 'default').lower()}_batch{self.batch or 'ed'}"
+            how = "".join(f"_{name}" for name in ("compile", "graph") if getattr(self, name))
+            return f"vllm_{self.dtype.name}_{(self.backend or 'default').lower()}{how}_batch{self.batch or 'ed'}"
         if self.kind in (EngineKind.llama_server, EngineKind.mlx):
             return self._library_label()
         label = f"{self.kind.name}_{self.dtype.name}_{self.attention.name}"

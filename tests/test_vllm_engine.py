@@ -1,5 +1,6 @@
 """The vLLM library as an engine, over a stand-in for it with the parts of its public API that are used."""
 
+import os
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -157,3 +158,25 @@ def test_without_the_library_one_line_says_what_to_do(capsys: Captured, tmp_path
     assert "vllm is not installed" in error
     assert "engine=openai engine.dialect=vllm" in error
     assert error.count("\n") == 1
+
+
+def test_compile_and_graph_are_one_setting_each(library: ModuleType) -> None:
+    """Each alone, or both: the label says which, the compiler is off unless it is asked for, the rest stays as it is."""
+    made, labels = [], []
+    for how in ([], ["compile"], ["graph"], ["compile", "graph"]):
+        vllm_engine._loaded.cache_clear()
+        config = load(["engine=vllm", *(f"engine.{name}=true" for name in how)])
+        make_engine(config)
+        made.append(LLM.made)
+        labels.append(config.label)
+        assert (os.environ[vllm_engine.DYNAMO] == "0") is ("compile" in how)
+        os.environ[vllm_engine.DYNAMO] = "1"
+    changed = [{k: v for k, v in m.items() if made[0].get(k) != v} for m in made]
+    assert changed[0] == {}
+    assert [c["compilation_config"] for c in changed[1:]] == [
+        {"mode": 3, "cudagraph_mode": "NONE"},
+        {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        {"mode": 3, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    ]
+    assert all(set(c) == {"enforce_eager", "compilation_config"} and not c["enforce_eager"] for c in changed[1:])
+    assert len(set(labels)) == 4

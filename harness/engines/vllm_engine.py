@@ -1,7 +1,8 @@
 """The vLLM library (0.26) in this process: its offline `LLM`, token ids in and out, greedy, with ranked logprobs.
 
-The settings are those that make two runs equal: eager, one compiled choice of kernel, no prefix cache, no asynchronous
-scheduling, and the engine in this process. They are set before the library is imported, where they are not set already.
+The settings are those that make two runs equal: one choice of kernel, no prefix cache, no asynchronous scheduling, and
+the engine in this process. They are set before the library is imported, where they are not set already. It runs eagerly
+unless `engine.compile` or `engine.graph` say otherwise, each alone or both, as its server does.
 """
 
 import importlib.util
@@ -25,9 +26,10 @@ from variants.checkpoint import load_config
 from variants.errors import DeviceError, EngineError, InputError, UsageError
 
 MAX_LENGTH = 1024
+DYNAMO = "TORCHDYNAMO_DISABLE"
 SWITCHES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
+    DYNAMO: "1",
     "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
@@ -75,6 +77,8 @@ class VllmEngine:
             str(checkpoint_folder(config.model.path)),
             config.model.sha256,
             (("dtype", choice.dtype.value), ("gpu_memory_utilization", choice.memory), *_backend(choice.backend)),
+            compiled=choice.compile,
+            graph=choice.graph,
         )
         return cls(loaded, batch=choice.batch, top_k=choice.top_k)
 
@@ -153,8 +157,11 @@ class VllmEngine:
         return list(outputs)
 
 
-def imported() -> ModuleType:
-    """The library, its switches set first. Raises DeviceError where it is not installed."""
+def imported(*, compiled: bool = False) -> ModuleType:
+    """The library, its switches set first; compiled: with torch's compiler on, in this process from then on.
+
+    Raises DeviceError where it is not installed.
+    """
     if "vllm" not in sys.modules and importlib.util.find_spec("vllm") is None:
         raise DeviceError(
             "vllm is not installed; install it on a GPU machine with: pip install 'neartie[vllm]', or ask a vLLM "
@@ -162,6 +169,9 @@ def imported() -> ModuleType:
         )
     for name, value in SWITCHES.items():
         os.environ.setdefault(name, value)
+    if compiled:
+        os.environ[DYNAMO] = "0"
+        importlib.import_module("torch._dynamo").config.disable = False
     return importlib.import_module("vllm")
 
 
@@ -169,13 +179,24 @@ def _backend(name: str | None) -> tuple[tuple[str, object], ...]:
     return () if name is None else (("attention_backend", name),)
 
 
+def launching(*, compiled: bool, graph: bool) -> dict[str, Any]:
+    """How a step is launched: eagerly, its layers compiled (`mode` 3), its decode steps as graphs, or both."""
+    if not (compiled or graph):
+        return {}
+    mode, graphs = (3 if compiled else 0), ("FULL_DECODE_ONLY" if graph else "NONE")
+    return {"enforce_eager": False, "compilation_config": {"mode": mode, "cudagraph_mode": graphs}}
+
+
 @lru_cache(maxsize=1)
-def _loaded(folder: str, expect_sha256: str | None, chosen: tuple[tuple[str, object], ...]) -> VllmModel:
+def _loaded(
+    folder: str, expect_sha256: str | None, chosen: tuple[tuple[str, object], ...], *, compiled: bool, graph: bool
+) -> VllmModel:
     """Loaded once for all jobs of a process that ask for the same."""
     digest = weights_sha256(weight_files(Path(folder)))
     if expect_sha256 is not None and digest != expect_sha256:
         raise InputError(f"{folder}: weights have sha256 {digest}, expected {expect_sha256}; correct one")
-    tokenizer, options, library = Path(folder) / "tokenizer.json", OPTIONS | dict(chosen), imported()
+    options = OPTIONS | dict(chosen) | launching(compiled=compiled, graph=graph)
+    tokenizer, library = Path(folder) / "tokenizer.json", imported(compiled=compiled)
     return VllmModel(
         library=library,
         llm=started(library, Path(folder), options),
