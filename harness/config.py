@@ -143,8 +143,9 @@ class EngineChoice:
     for the only one; dialect: whose extra fields it takes; key: the environment variable that holds the API key; feed:
     what prompts are sent as; tokenizer: the server's tokenizer.json, needed where it takes or gives text; concurrency:
     requests at a time; timeout_s: for one answer; retries: of a request that failed; top_k: logprobs asked for with
-    each token, 0 for none; stream: read tokens as they come, which times them. backend: vLLM's attention; compile:
-    its layers under its torch.compile; graph: its decode steps as CUDA graphs; batch: prompts that it is given together, 0 for all; memory: the share of the GPU that it takes. gguf: llama.cpp's file,
+    each token, 0 for none; stream: read tokens as they come, which times them. backend: vLLM's attention; compile: its
+    layers under its torch.compile; graph: its decode steps as CUDA graphs; batch: prompts that it is given together, 0
+    for all; memory: the share of the GPU that it takes. gguf: llama.cpp's file,
     None to write one of the model; kv, flash: its cache and attention; api: how it is asked; via: a server of its own,
     or the library in this process (None for what the kind does by itself).
     """

@@ -161,7 +161,7 @@ def test_without_the_library_one_line_says_what_to_do(capsys: Captured, tmp_path
 
 
 def test_compile_and_graph_are_one_setting_each(library: ModuleType) -> None:
-    """Each alone, or both: the label says which, the compiler is off unless it is asked for, the rest stays as it is."""
+    """Each alone, or both: the label says which, the compiler is off unless asked for, the rest stays."""
     made, labels = [], []
     for how in ([], ["compile"], ["graph"], ["compile", "graph"]):
         vllm_engine._loaded.cache_clear()
