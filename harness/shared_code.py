@@ -6,7 +6,7 @@ shares nothing with it, value by value on a few short prompts, alone and togethe
 further piece, tile and page of what is declared: local replay goes there too, but with the same code.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from variants.dtypes import DType
 from variants.errors import NeartieError
 from variants.model_config import ModelConfig
 from variants.recipe import Recipe, Semantics
+from variants.rounding import Step
 from variants.sites import places
 from variants.weights import Casts
 
@@ -71,7 +72,7 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
     alone = rows + ([] if longer is None else _rows(longer))
     few = min(TOGETHER, *(len(forced) for _, forced in rows))
     together = [(prompt, forced[:few]) for prompt, forced in rows]
-    parameter = lambda name: casts.checkpoint.tensors[name].cpu().double().numpy()  # noqa: E731
+    parameter = stored_parameter(casts)
     first: dict[Place, float] = {}
     compared, largest = 0, 0.0
     for group in (*([row] for row in alone), *([together] if len(together) > 1 else [])):
@@ -83,7 +84,7 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
             largest = max(largest, size)
             if size > TOLERANCE:
                 first[place] = max(size, first.get(place, 0.0))
-    return SecondOpinion(compared=compared, largest=largest, departs=_earliest(first, config))
+    return SecondOpinion(compared=compared, largest=largest, departs=earliest(first, config))
 
 
 @part("definition")
@@ -93,6 +94,11 @@ def sound_oracle(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpin
     for finding in found.findings():
         raise NeartieError(f"{finding.reason}; no other engine can be judged by this oracle")
     return found
+
+
+def stored_parameter(casts: Casts) -> Callable[[str], np.ndarray]:
+    """A parameter as the definition reads it, float64 in the checkpoint's layout."""
+    return lambda name: casts.checkpoint.tensors[name].cpu().double().numpy()
 
 
 def _rows(battery: Battery) -> list[tuple[list[int], list[int]]]:
@@ -111,13 +117,21 @@ def _differences(
     """
     for _ in walk_steppers([stepper], forced):
         for step, calls in tap.passes:
-            for place, values in calls.items():
-                width = told[0][place][0].size
-                mine = values[-1].reshape(len(step.slots), -1, width)
-                for row, slot, start, n in zip(mine, step.slots, step.starts, step.lengths, strict=True):
-                    span = told[slot][place][start : start + n]
-                    yield (place, _difference(row[:n], span) if len(row) >= n else _difference(row, span[-1:]))
+            yield from pass_differences(step, calls, [told[slot] for slot in step.slots])
         tap.passes.clear()
+
+
+def pass_differences(
+    step: Step, calls: Mapping[Place, Sequence[torch.Tensor]], told: Sequence[Values | None]
+) -> Iterator[tuple[Place, float]]:
+    """As `_differences`, of one pass; told: the definition's values of each row, None for a row that fills up."""
+    for place, values in calls.items():
+        for i, (start, n) in enumerate(zip(step.starts, step.lengths, strict=True)):
+            if (row_told := told[i]) is not None:
+                whole = row_told[place]
+                row = values[-1].reshape(len(told), -1, whole[0].size)[i]
+                span = whole[start : start + n]
+                yield (place, _difference(row[:n], span) if len(row) >= n else _difference(row, span[-1:]))
 
 
 def _difference(mine: torch.Tensor, told: np.ndarray) -> float:
@@ -130,5 +144,5 @@ def _difference(mine: torch.Tensor, told: np.ndarray) -> float:
     return float(np.where(np.isnan(size), np.inf, size).max())
 
 
-def _earliest(found: dict[Place, float], config: ModelConfig) -> tuple[Place, float] | None:
+def earliest(found: dict[Place, float], config: ModelConfig) -> tuple[Place, float] | None:
     return next(((place, found[place]) for place in places(config) if place in found), None)
