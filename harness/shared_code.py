@@ -19,6 +19,7 @@ from harness.lockstep import walk_steppers
 from harness.parts import part
 from harness.probes import Passes, Place
 from harness.reach import long_enough
+from harness.stored import stored
 from harness.verdict import Finding
 from variants.decode import Sequences
 from variants.dtypes import DType
@@ -89,9 +90,9 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
 
 @part("definition")
 def sound_oracle(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpinion:
-    """As `second_opinion`, for a verdict on another engine: raises NeartieError where the oracle departs."""
+    """As `second_opinion`, for a verdict on another engine: raises NeartieError where oracle or weights depart."""
     found = second_opinion(casts, declared, battery)
-    for finding in found.findings():
+    for finding in (*stored(casts.checkpoint).findings(), *found.findings()):
         raise NeartieError(f"{finding.reason}; no other engine can be judged by this oracle")
     return found
 

@@ -69,7 +69,7 @@ def test_rows_tell_where_the_time_went(tmp_path: Path, capsys: pytest.CaptureFix
     verdict, gate = (json.loads(file.read_text()) for file in sorted((tmp_path / "ledger").glob("*.json")))
     spent = verdict["detail"]["seconds"]["wall"]
     assert {"load", "watched pass", "free run", "forced tokens", "ladder", "local replay", "definition", "envelope",
-            "envelope of the golden", "expected score", "divergences", "reused slot", "watched twin",
+            "envelope of the golden", "expected score", "divergences", "reused slot", "watched twin", "stored weights",
             OTHER} == set(spent)  # fmt: skip
     for row in (verdict, gate):
         assert 0.8 * row["wall_s"] < sum(row["detail"]["seconds"]["wall"].values()) < row["wall_s"]
