@@ -4,7 +4,7 @@ What looks inside runs each operation by itself, where a probe can see it; what 
 into one step (`execution.fused`) or replay them as a graph. A fault in that is in the tokens, in no other instrument.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from harness.runner_tasks import Task, tasks
 from harness.verdict import Finding
 from variants.axes import Execution, Graph
 from variants.decode import Sequences, greedy
-from variants.request import Request
+from variants.request import Request, told
 from variants.runner import Runner
 
 INSTRUMENT = "as_run"
@@ -75,7 +75,7 @@ def as_run(engine: LocalEngine, battery: Battery) -> AsRun:
             if t < len(continuation):
                 token = torch.tensor([continuation[t]], device=engine.model.device)
                 logits = [ran.after(token), watched.after(token)]
-    return AsRun(tokens=compared)
+    return AsRun(tokens=compared, found=_near_ties(greedy))
 
 
 def _nothing() -> Tap:
@@ -104,7 +104,7 @@ def _together(engine: LocalEngine, asked: Sequence[Task]) -> AsRun:
                     return AsRun(tokens=compared, found=found)
             if untouched.found:
                 return AsRun(tokens=compared, found=untouched.found)
-    return AsRun(tokens=compared, found=_freely(engine, asked[0]))
+    return AsRun(tokens=compared, found=_freely(engine, asked[0]) or _near_ties(lambda logits: told(logits)[:, 0]))
 
 
 def _unlike(tokens: int, index: int, *, graph: Graph) -> Finding:
@@ -117,8 +117,19 @@ def _unlike(tokens: int, index: int, *, graph: Graph) -> Finding:
 def _freely(engine: LocalEngine, task: Task) -> Finding | None:
     """The same prompts not forced: every token is the largest of the logits that come with it."""
     requests = [Request(ids=prompt, max_tokens=FREE) for prompt, _ in task.rows]
-    told = outputs(Runner(engine.model, max_len=task.longest + FREE), requests)
-    return next((f for o in told if (f := _not_the_largest(o.logits[None], [o.token]))), None)
+    given = outputs(Runner(engine.model, max_len=task.longest + FREE), requests)
+    return next((f for o in given if (f := _not_the_largest(o.logits[None], [o.token]))), None)
+
+
+def _near_ties(choose: Callable[[torch.Tensor], torch.Tensor]) -> Finding | None:
+    """What is chosen of logits that tie exactly, or are one last place apart, the larger one later."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        logits = torch.zeros(2, 8, dtype=dtype)
+        logits[:, (2, 5)] = 20.0
+        logits[1, 5] += 16 * torch.finfo(dtype).eps
+        if found := _not_the_largest(logits, choose(logits).tolist()):
+            return found
+    return None
 
 
 def _not_the_largest(logits: torch.Tensor, chosen: Sequence[int | None]) -> Finding | None:

@@ -69,14 +69,19 @@ def _shared_prefixes(run: ExecutionAxes, text: Sequence[int]) -> Task:
 
 
 def _short_of_pages(run: ExecutionAxes, text: Sequence[int]) -> Task:
-    """Two prompts fill all pages but one, which the first takes; the second ends up without after `EARLY` tokens."""
+    """Two prompts fill all pages but one, which the first takes; the second is without after `EARLY` tokens and waits.
+
+    Then a third, before them, ends in the step in which one gives way, so that this one comes back at once.
+    """
     piece = _short_piece(run) if run.prefill_piece else 0
     each = -(-max(piece, ANSWER) // run.block_size)
     size = each * run.block_size
     first = _tokens(text, size)
     second = _tokens([*text[1:], text[0]], size - EARLY)
     later = -(-size // piece) if piece else 0  # steps by which a token budget may keep the second back
-    waves = (((first, _tokens(text, ANSWER + later)), (second, _tokens(text, ANSWER))),)
+    two = ((first, _tokens(text, ANSWER + later)), (second, _tokens(text, ANSWER)))
+    ending = (_tokens(text, max(1, run.block_size - 1)), _tokens(text, 2))
+    waves = (two, (ending, *two)) if run.batch > 2 else (two,)
     return Task(execution=replace(run, prefill_piece=piece, pages=2 * each + 1), waves=waves)
 
 

@@ -10,7 +10,7 @@ from harness.as_run import AsRun, as_run
 from harness.between import INSTRUMENT
 from harness.engines.local import LocalEngine
 from harness.forced_errors import Battery
-from variants import decode
+from variants import decode, request
 from variants.axes import Execution, ExecutionAxes
 from variants.decode import Sequences
 from variants.model import Model
@@ -106,3 +106,14 @@ def test_a_choice_that_is_not_the_largest(monkeypatch: Monkey) -> None:
     monkeypatch.setattr("harness.as_run.greedy", lambda logits: logits.argmin(-1))
     (finding,) = asked().findings()
     assert "is chosen where the lowest id of the largest logit is" in finding.reason
+
+
+def test_a_choice_of_rounded_logits(monkeypatch: Monkey) -> None:
+    """No token of this battery hangs on a last place, and no choice may: made logits do."""
+    monkeypatch.setattr("harness.as_run.greedy", lambda logits: logits.bfloat16().argmax(-1))
+    (finding,) = asked().findings()
+    assert "token 2 is chosen where the lowest id of the largest logit is 5" in finding.reason
+    monkeypatch.undo()
+    right = request.told
+    monkeypatch.setattr("harness.as_run.told", lambda logits: right(logits.bfloat16()))
+    assert "token 2 is chosen" in asked(MODES["paged"]).findings()[0].reason

@@ -70,7 +70,7 @@ def test_rows_tell_where_the_time_went(tmp_path: Path, capsys: pytest.CaptureFix
     spent = verdict["detail"]["seconds"]["wall"]
     assert {"load", "watched pass", "free run", "forced tokens", "ladder", "local replay", "definition", "envelope",
             "envelope of the golden", "expected score", "divergences", "reused slot", "watched twin", "stored weights",
-            OTHER} == set(spent)  # fmt: skip
+            "roundings", OTHER} == set(spent)  # fmt: skip
     for row in (verdict, gate):
         assert 0.8 * row["wall_s"] < sum(row["detail"]["seconds"]["wall"].values()) < row["wall_s"]
     assert set(gate["detail"]["seconds"]["wall"]) == {"load", "watched pass", "free run", OTHER}

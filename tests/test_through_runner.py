@@ -97,6 +97,12 @@ def _forgets_one(self: Scheduler, live: Live) -> None:
     live.made[-1:] = live.made[:1]
 
 
+def _keeps_its_count(self: Scheduler, live: Live) -> None:
+    computed = live.computed
+    PREEMPT(self, live)
+    live.computed = computed
+
+
 FAULTS: dict[str, tuple[ExecutionAxes, object, str, Callable, str]] = {
     "a piece ends with a token twice": (PREFIX, runner, "padded", _ends_twice, "embed"),
     "the state is in no snapshot": (PREFIX, State, "copy_slot", _conv_alone, "kda_core"),
@@ -104,6 +110,7 @@ FAULTS: dict[str, tuple[ExecutionAxes, object, str, Callable, str]] = {
     "a piece is known by itself alone": (PREFIX, PrefixCache, "_keys", _only_its_own_piece, "kda_core"),
     "a token is fed twice": (PLAIN, Live, "next_token", _last_but_one, "embed"),
     "what went away lacks a store": (AWAY, State, "save", _saved_without_conv, "short_conv"),
+    "what runs again goes on": (SHORT, Scheduler, "_preempt", _keeps_its_count, "embed"),
     "what runs again has another token": (SHORT, Scheduler, "_preempt", _forgets_one, "embed"),
 }
 
