@@ -92,7 +92,8 @@ def _together(engine: LocalEngine, asked: Sequence[Task]) -> AsRun:
     compared = 0
     for task in asked:
         recipe = replace(engine.recipe, execution=task.execution)
-        ran, watched = engine.build(recipe=recipe), engine.build(recipe=recipe, probe=_nothing())
+        ran = engine.model if recipe == engine.recipe else engine.build(recipe=recipe)
+        watched = engine.build(recipe=recipe, probe=_nothing())
         runners = [task.runner(model) for model in (ran, watched)]
         untouched = Untouched(watched, of_runner(runners[1]))
         for both in zip(*map(task.steps, runners), strict=True):

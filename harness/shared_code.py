@@ -32,7 +32,7 @@ from variants.weights import Casts
 
 INSTRUMENT = "definition"
 LARGEST_BYTES = 2**31  # of float64 parameters; beyond that the second opinion would take minutes and is left out
-PROMPTS, TOKENS, TOGETHER = 2, 8, 3  # the two prompts also run as rows of one batch, over fewer tokens
+TOKENS, TOGETHER = 16, 3  # the two prompts also run as rows of one batch, over fewer tokens
 # Relative to the rms of a position. Two float64 orders of these sums differ by 1e-13; a float32 slip by 1e-7.
 TOLERANCE = 1e-9
 
@@ -103,10 +103,12 @@ def stored_parameter(casts: Casts) -> Callable[[str], np.ndarray]:
 
 
 def _rows(battery: Battery) -> list[tuple[list[int], list[int]]]:
-    """The shortest and the longest prompt with their first tokens."""
-    order = np.argsort([len(p) for p in battery.prompts], kind="stable")
-    chosen = dict.fromkeys(int(i) for i in (order[0], order[-1]))
-    return [(list(battery.prompts[i]), list(battery.continuations[i][:TOKENS])) for i in list(chosen)[:PROMPTS]]
+    """The shortest prompt with its first tokens, and the longest with its last: the farthest position that there is."""
+    rows = [(list(p), list(c)) for p, c in zip(battery.prompts, battery.continuations, strict=True)]
+    short, long = min(rows, key=lambda row: len(row[0])), max(rows, key=lambda row: len(row[0]))
+    ahead = max(0, len(long[1]) - TOKENS)
+    found = [(short[0], short[1][:TOKENS]), ([*long[0], *long[1][:ahead]], long[1][ahead:])]
+    return found if len(rows) > 1 else found[1:]
 
 
 def _differences(
