@@ -26,7 +26,6 @@ from harness.verdict import Finding
 from variants.axes import Execution, Graph
 from variants.decode import Sequences, greedy
 from variants.request import Request, told
-from variants.runner import Runner
 
 INSTRUMENT = "as_run"
 MOST = 16  # prompts of a step that joins operations; of others the shortest and the longest
@@ -62,19 +61,20 @@ def as_run(engine: LocalEngine, battery: Battery) -> AsRun:
         return _together(engine, [whole, *tasks(run, battery, engine.casts.checkpoint.config.max_length)])
     paths, compared = (engine.model, engine.build(probe=_nothing())), 0
     untouched = Untouched(paths[1], lambda slot: ())
-    for prompt, continuation in rows:
-        ran, watched = (Sequences(model, [prompt], len(continuation) + 1) for model in paths)
+    for group in ([row] for row in rows) if run.batch == 1 else (rows[:2], *([row] for row in rows[2:])):
+        prompts, forced = [p for p, _ in group], list(zip(*(c for _, c in group), strict=False))  # to the shorter's end
+        ran, watched = (Sequences(model, prompts, len(forced) + 1) for model in paths)
         untouched.stands_for = partial(_of_rows, watched)
         logits = [ran.start(), watched.start()]
-        for t in range(len(continuation) + 1):
-            compared += 1
+        for t in range(len(forced) + 1):
+            compared += len(group)
             if not same(*logits):
-                return AsRun(tokens=compared, found=_difference(ran, watched, logits, len(prompt), t))
+                return AsRun(tokens=compared, found=_difference(ran, watched, logits, t))
             if found := untouched.found or _not_the_largest(logits[0], greedy(logits[0]).tolist()):
                 return AsRun(tokens=compared, found=found)
-            if t < len(continuation):
-                token = torch.tensor([continuation[t]], device=engine.model.device)
-                logits = [ran.after(token), watched.after(token)]
+            if t < len(forced):
+                tokens = torch.tensor(forced[t], device=engine.model.device)
+                logits = [ran.after(tokens), watched.after(tokens)]
     return AsRun(tokens=compared, found=_near_ties(greedy))
 
 
@@ -117,8 +117,8 @@ def _unlike(tokens: int, index: int, *, graph: Graph) -> Finding:
 
 def _freely(engine: LocalEngine, task: Task) -> Finding | None:
     """The same prompts not forced: every token is the largest of the logits that come with it."""
-    requests = [Request(ids=prompt, max_tokens=FREE) for prompt, _ in task.rows]
-    given = outputs(Runner(engine.model, max_len=task.longest + FREE), requests)
+    requests = [Request(ids=prompt, max_tokens=min(FREE, len(forced))) for prompt, forced in task.rows]
+    given = outputs(task.runner(engine.model), requests)
     return next((f for o in given if (f := _not_the_largest(o.logits[None], [o.token]))), None)
 
 
@@ -200,15 +200,16 @@ def _chosen(engine: LocalEngine, battery: Battery) -> list[Forced]:
     return [(list(p), list(c)) for p, c in (*spread, *made)]
 
 
-def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], tokens: int, t: int) -> Finding:
+def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], t: int) -> Finding:
     """Where it shows first: in what a layer carries on, else in the logits alone."""
     apart = float((logits[0].double() - logits[1].double()).abs().max())
+    tokens = "+".join(str(len(p)) for p in ran.prompts)
     step = "prefill" if t == 0 else f"decode step {t}"
     told = f"{step} after {tokens} tokens: logits of the variant as it runs are not those of its operations one by one"
     joined = t > 0 and ran.model.recipe.execution.fused
     fused = " (execution.fused: look at what joins them)" if joined else " (one path, watched and not)"
-    theirs = carried(watched.state, [0])
-    for (layer, store, row), x in carried(ran.state, [0]).items():
+    theirs = carried(watched.state, watched.slots)
+    for (layer, store, row), x in carried(ran.state, ran.slots).items():
         if not same(x, theirs[layer, store, row]):
             first = (
                 f"first carried value that differs: layer {layer} {SITES[store]}, so from layer {max(layer - 1, 0)} on"

@@ -36,7 +36,6 @@ KEYS = {
     "v_head_dim": ("v_head_dim",),
     "kda_num_heads": (f"{NESTED}.num_heads", "linear_num_heads"),
     "kda_head_dim": (f"{NESTED}.head_dim", "linear_head_dim"),
-    "bos_token_id": ("bos_token_id",),
 }
 
 

@@ -1,9 +1,11 @@
 """Nothing happens to what a sequence carries between two forwards: whatever does is named by store and layer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import tiny
+import torch
 from torch import Tensor
 
 from harness.as_run import AsRun, as_run
@@ -59,6 +61,22 @@ def test_a_small_change_late_in_an_answer(store: str, site: str, layer: int, mon
     monkeypatch.setattr(decode, "decode_one_token", _late(store, layer))
     assert told(asked())[:2] == (site, layer)
     assert "after 13 tokens a slot does not hold what a forward left" in told(asked())[2]
+
+
+def test_a_row_of_a_batch(monkeypatch: Monkey) -> None:
+    """Rows run together where the variant has them so: the second one's state is changed between two steps."""
+    right = decode.decode_one_token
+
+    def step(model: Model, state: State, slots: list[int], tokens: Tensor) -> Tensor:
+        if len(slots) > 1 and state.length[0] == 6:
+            first, second = state.conv[2]
+            state.conv[2] = torch.stack([first, second + 2**-30])
+        return right(model, state, slots, tokens)
+
+    together = replace(tiny.INCREMENTAL, batch=2)
+    assert asked(together).findings() == []
+    monkeypatch.setattr(decode, "decode_one_token", step)
+    assert told(asked(together))[:2] == ("conv_state", 2)
 
 
 def test_what_a_pass_of_recompute_finds(monkeypatch: Monkey) -> None:
