@@ -21,7 +21,7 @@ from harness.parts import part
 from harness.probes import Tap
 from harness.reach import long_enough
 from harness.reused_slot import SITES, carried, same
-from harness.runner_tasks import Task, tasks
+from harness.runner_tasks import RunnerBrokeError, Task, tasks
 from harness.verdict import Finding
 from variants.axes import Execution, Graph
 from variants.decode import Sequences, greedy
@@ -58,7 +58,10 @@ def as_run(engine: LocalEngine, battery: Battery) -> AsRun:
     rows, run = _chosen(engine, battery), engine.recipe.execution
     if run.mode is Execution.paged:
         whole = Task(execution=run, waves=(tuple((tuple(p), tuple(c)) for p, c in rows),))
-        return _together(engine, [whole, *tasks(run, battery, engine.casts.checkpoint.config.max_length)])
+        try:
+            return _together(engine, [whole, *tasks(run, battery, engine.casts.checkpoint.config.max_length)])
+        except RunnerBrokeError as broke:
+            return AsRun(tokens=0, found=broke.finding(INSTRUMENT))
     paths, compared = (engine.model, engine.build(probe=_nothing())), 0
     untouched = Untouched(paths[1], lambda slot: ())
     for group in ([row] for row in rows) if run.batch == 1 else (rows[:2], *([row] for row in rows[2:])):

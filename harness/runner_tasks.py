@@ -4,12 +4,17 @@ A battery alone shares no prefix and, beside its few neighbours, runs out of no 
 preemption gets wrong would show in none of its tokens here and in every server's.
 """
 
+import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from harness.forced_errors import Battery
 from harness.reach import PAST
+from harness.verdict import Finding
 from variants.axes import ExecutionAxes
+from variants.errors import NeartieError, UsageError
 from variants.model import Model
 from variants.request import Request
 from variants.runner import Runner, Stepped
@@ -18,6 +23,25 @@ Forced = tuple[tuple[int, ...], tuple[int, ...]]  # a prompt, and the tokens aft
 
 PIECE = 64  # tokens; a longer piece is cut to it, or to one page
 ANSWER, EARLY = 8, 3  # tokens of an answer while pages are short, and those before one has to give its pages up
+
+
+class RunnerBrokeError(NeartieError):
+    """A runner ended in an error on requests that it had taken."""
+
+    def finding(self, instrument: str) -> Finding:
+        return Finding(instrument=instrument, reason=str(self))
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    try:
+        yield
+    except (AssertionError, LookupError, UsageError) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise RunnerBrokeError(
+            f"a runner breaks on requests that it took, in {Path(where.filename).name} line {where.lineno} ({what})"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +65,19 @@ class Task:
         return Runner(model, max_len=self.longest)
 
     def steps(self, runner: Runner) -> Iterator[Stepped]:
-        """Every step of the requests; at the end nothing is left of them in slots and pages, or AssertionError."""
+        """Every step of the requests; at the end nothing is left of them in slots and pages.
+
+        Raises RunnerBrokeError where that is not so, or a step of requests that were taken ends in an error.
+        """
         for wave in self.waves:
             for prompt, forced in wave:
                 runner.add(Request(ids=prompt, max_tokens=len(forced), forced=forced))
             while runner.busy:
-                yield runner.step()
-        runner.scheduler.audit()
+                with _whole():
+                    stepped = runner.step()
+                yield stepped
+        with _whole():
+            runner.scheduler.audit()
 
 
 def tasks(run: ExecutionAxes, battery: Battery, max_length: int) -> list[Task]:

@@ -12,7 +12,7 @@ from harness.forced_errors import Battery
 from harness.inspect import exact_recipe, model_under
 from harness.parts import part
 from harness.probes import Passes, Place
-from harness.runner_tasks import Task, tasks
+from harness.runner_tasks import RunnerBrokeError, Task, tasks
 from harness.shared_code import LARGEST_BYTES, TOLERANCE, earliest, pass_differences, stored_parameter
 from harness.verdict import Finding
 from variants.axes import Execution
@@ -27,20 +27,22 @@ PROMPTS, TOKENS = 3, 4  # of the battery, beside what the settings of prefixes a
 @dataclass(frozen=True, kw_only=True)
 class ThroughRunner:
     """compared: values. hits: tokens that came with a shared prefix. preemptions: how often a sequence gave way.
-    departs: the first place beyond TOLERANCE, with the size; left_out: why nothing was compared."""
+    departs: the first place beyond TOLERANCE, with the size. broke: how the runner ended in an error; left_out: why
+    nothing was compared."""
 
     compared: int = 0
     hits: int = 0
     preemptions: int = 0
     departs: tuple[Place, float] | None = None
+    broke: RunnerBrokeError | None = None
     left_out: str | None = None
 
     def record(self) -> dict[str, object]:
-        return {k: v for k, v in vars(self).items() if k != "departs"}
+        return {k: v for k, v in vars(self).items() if k not in ("departs", "broke")}
 
     def findings(self) -> list[Finding]:
         if self.departs is None:
-            return []
+            return [] if self.broke is None else [self.broke.finding(INSTRUMENT)]
         (site, layer), size = self.departs
         reason = (
             f"layer {layer} {site}: in float64 the runner's sequences depart from the model's definition by {size:.2g} "
@@ -56,7 +58,10 @@ def through_runner(casts: Casts, declared: Recipe, battery: Battery) -> ThroughR
     parameters = sum(t.numel() for t in casts.checkpoint.tensors.values())
     if 8 * parameters > LARGEST_BYTES:
         return ThroughRunner(left_out=f"{parameters / 1e9:.1f} G parameters: too many for the definition in NumPy")
-    return _compared(casts, declared, battery)
+    try:
+        return _compared(casts, declared, battery)
+    except RunnerBrokeError as broke:
+        return ThroughRunner(broke=broke)
 
 
 @part("through the runner")

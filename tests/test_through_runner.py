@@ -179,3 +179,21 @@ def test_a_runner_that_chooses_another_token_is_found(monkeypatch: Monkey) -> No
     monkeypatch.setattr("variants.runner.told", second)
     (finding,) = as_run(LocalEngine(tiny.casts(), variant, name="tiny"), BATTERY).findings()
     assert "is chosen where the lowest id of the largest logit is" in finding.reason
+
+
+def _leaks(self: PrefixCache) -> bool:
+    if self.kept:
+        _, prefix = self.kept.popitem(last=False)
+        self.slots.give_back([prefix.slot])
+    return False
+
+
+def test_a_runner_that_breaks_is_found_and_not_an_error_of_the_user(monkeypatch: Monkey) -> None:
+    """Pages that nobody gives back fail the audit, in both instruments: a defect with the line where it shows."""
+    monkeypatch.setattr(PrefixCache, "evict", _leaks)
+    run = replace(PREFIX, prefix_cache=1)
+    variant = tiny.plain(tiny.Stream.f32, tiny.Gemm.f32, execution=run)
+    for found in (asked(run), as_run(LocalEngine(tiny.casts(), variant, name="tiny"), BATTERY)):
+        (finding,) = found.findings()
+        assert "a runner breaks on requests that it took, in scheduler.py line" in finding.reason
+        assert "a page has owners that do not hold it" in finding.reason
