@@ -4,29 +4,32 @@ What looks inside runs each operation by itself, where a probe can see it; what 
 into one step (`execution.fused`) or replay them as a graph. A fault in that is in the tokens, in no other instrument.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
+from harness.between import Untouched, of_runner
 from harness.divergence import Divergence
 from harness.engines.local import LocalEngine
-from harness.engines.paged_rows import outputs, runner_for
+from harness.engines.paged_rows import outputs
 from harness.forced_errors import Battery
 from harness.golden_data import Golden
 from harness.parts import part
 from harness.probes import Tap
 from harness.reach import long_enough
 from harness.reused_slot import SITES, carried, same
+from harness.runner_tasks import RunnerBrokeError, Task, tasks
 from harness.verdict import Finding
 from variants.axes import Execution, Graph
-from variants.decode import Sequences
-from variants.model import Model
-from variants.request import Request
+from variants.decode import Sequences, greedy
+from variants.request import Request, told
 
 INSTRUMENT = "as_run"
 MOST = 16  # prompts of a step that joins operations; of others the shortest and the longest
+FREE = 3  # tokens that a runner chooses for itself
 LONG, FIRST = 120, 8  # tokens that are decoded one by one after so many, where a step joins operations
 Forced = tuple[list[int], list[int]]  # a prompt, and the tokens after it
 
@@ -50,37 +53,98 @@ def as_run(engine: LocalEngine, battery: Battery) -> AsRun:
     """The shortest and the longest prompt and one past every tile, with their forced tokens, by both paths.
 
     Of a step that joins operations, `MOST` prompts of all lengths, and one that is decoded token by token for `LONG`.
+    The watched path is also seen to leave alone what it carries between two forwards (`harness.between`).
     """
-    paths, compared = (engine.model, engine.build(probe=Tap(lambda site, layer: False))), 0
-    if engine.recipe.execution.mode is Execution.paged:
-        return _together(paths, _chosen(engine, battery))
-    for prompt, continuation in _chosen(engine, battery):
-        ran, watched = (Sequences(model, [prompt], len(continuation) + 1) for model in paths)
+    rows, run = _chosen(engine, battery), engine.recipe.execution
+    if run.mode is Execution.paged:
+        whole = Task(execution=run, waves=(tuple((tuple(p), tuple(c)) for p, c in rows),))
+        try:
+            return _together(engine, [whole, *tasks(run, battery, engine.casts.checkpoint.config.max_length)])
+        except RunnerBrokeError as broke:
+            return AsRun(tokens=0, found=broke.finding(INSTRUMENT))
+    paths, compared = (engine.model, engine.build(probe=_nothing())), 0
+    untouched = Untouched(paths[1], lambda slot: ())
+    for group in ([row] for row in rows) if run.batch == 1 else (rows[:2], *([row] for row in rows[2:])):
+        prompts, forced = [p for p, _ in group], list(zip(*(c for _, c in group), strict=False))  # to the shorter's end
+        ran, watched = (Sequences(model, prompts, len(forced) + 1) for model in paths)
+        untouched.stands_for = partial(_of_rows, watched)
         logits = [ran.start(), watched.start()]
-        for t in range(len(continuation) + 1):
-            compared += 1
+        for t in range(len(forced) + 1):
+            compared += len(group)
             if not same(*logits):
-                return AsRun(tokens=compared, found=_difference(ran, watched, logits, len(prompt), t))
-            if t < len(continuation):
-                token = torch.tensor([continuation[t]], device=engine.model.device)
-                logits = [ran.after(token), watched.after(token)]
-    return AsRun(tokens=compared)
+                return AsRun(tokens=compared, found=_difference(ran, watched, logits, t))
+            if found := untouched.found or _not_the_largest(logits[0], greedy(logits[0]).tolist()):
+                return AsRun(tokens=compared, found=found)
+            if t < len(forced):
+                tokens = torch.tensor(forced[t], device=engine.model.device)
+                logits = [ran.after(tokens), watched.after(tokens)]
+    return AsRun(tokens=compared, found=_near_ties(greedy))
 
 
-def _together(paths: tuple[Model, Model], rows: list[Forced]) -> AsRun:
-    """All of them through a runner each: the same schedule, so the same rows beside each other."""
-    requests = [Request(ids=tuple(p), max_tokens=len(c), forced=tuple(c)) for p, c in rows]
-    ran, watched = (list(outputs(runner_for(model, requests), requests)) for model in paths)
-    for n, (a, b) in enumerate(zip(ran, watched, strict=True)):
-        assert (a.request, a.index) == (b.request, b.index), "a schedule follows the requests alone"
-        if not same(a.logits, b.logits):
-            where = f"prompt of {len(rows[a.request][0])} tokens, token {a.index} of its answer"
-            graph = (
-                " (execution.graph: look at what is captured)" if paths[0].recipe.execution.graph is Graph.cuda else ""
-            )
-            reason = f"{where}: logits of the variant as it runs are not those of its operations one by one{graph}"
-            return AsRun(tokens=n + 1, found=Finding(instrument=INSTRUMENT, reason=reason))
-    return AsRun(tokens=len(ran))
+def _nothing() -> Tap:
+    """A probe that keeps nothing: what is joined is taken apart for it."""
+    return Tap(lambda site, layer: False)
+
+
+def _of_rows(rows: Sequences, slot: int) -> tuple[int, ...]:
+    return (*rows.prompts[slot], *rows.taken[slot])[: rows.state.length[slot]]
+
+
+def _together(engine: LocalEngine, asked: Sequence[Task]) -> AsRun:
+    """Each task through a runner by both paths: the same schedule, so the same rows beside each other."""
+    compared = 0
+    for task in asked:
+        recipe = replace(engine.recipe, execution=task.execution)
+        ran = engine.model if recipe == engine.recipe else engine.build(recipe=recipe)
+        watched = engine.build(recipe=recipe, probe=_nothing())
+        runners = [task.runner(model) for model in (ran, watched)]
+        untouched = Untouched(watched, of_runner(runners[1]))
+        for both in zip(*map(task.steps, runners), strict=True):
+            for a, b in zip(*(stepped.outputs for stepped in both), strict=True):
+                assert (a.request, a.index) == (b.request, b.index), "a schedule follows the requests alone"
+                compared += 1
+                if not same(a.logits, b.logits):
+                    found = _unlike(len(task.rows[a.request][0]), a.index, graph=task.execution.graph)
+                    return AsRun(tokens=compared, found=found)
+            if untouched.found:
+                return AsRun(tokens=compared, found=untouched.found)
+    return AsRun(tokens=compared, found=_freely(engine, asked[0]) or _near_ties(lambda logits: told(logits)[:, 0]))
+
+
+def _unlike(tokens: int, index: int, *, graph: Graph) -> Finding:
+    captured = " (execution.graph: look at what is captured)" if graph is Graph.cuda else ""
+    where = f"prompt of {tokens} tokens, token {index} of its answer"
+    reason = f"{where}: logits of the variant as it runs are not those of its operations one by one{captured}"
+    return Finding(instrument=INSTRUMENT, reason=reason)
+
+
+def _freely(engine: LocalEngine, task: Task) -> Finding | None:
+    """The same prompts not forced: every token is the largest of the logits that come with it."""
+    requests = [Request(ids=prompt, max_tokens=min(FREE, len(forced))) for prompt, forced in task.rows]
+    given = outputs(task.runner(engine.model), requests)
+    return next((f for o in given if (f := _not_the_largest(o.logits[None], [o.token]))), None)
+
+
+def _near_ties(choose: Callable[[torch.Tensor], torch.Tensor]) -> Finding | None:
+    """What is chosen of logits that tie exactly, or are one last place apart, the larger one later."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        logits = torch.zeros(2, 8, dtype=dtype)
+        logits[:, (2, 5)] = 20.0
+        logits[1, 5] += 16 * torch.finfo(dtype).eps
+        if found := _not_the_largest(logits, choose(logits).tolist()):
+            return found
+    return None
+
+
+def _not_the_largest(logits: torch.Tensor, chosen: Sequence[int | None]) -> Finding | None:
+    """Where a token of finite logits [B, V] is not the lowest id of the largest, by another library."""
+    values = logits.double().cpu().numpy()
+    for row, token in zip(values, chosen, strict=True):
+        largest = int(np.flatnonzero(row == row.max(initial=-np.inf))[:1].sum())
+        if np.isfinite(row).all() and token != largest:
+            reason = f"token {token} is chosen where the lowest id of the largest logit is {largest} (look at `greedy`)"
+            return Finding(instrument=INSTRUMENT, reason=reason, site="lm_head")
+    return None
 
 
 def _alone(engine: LocalEngine) -> bool:
@@ -139,15 +203,16 @@ def _chosen(engine: LocalEngine, battery: Battery) -> list[Forced]:
     return [(list(p), list(c)) for p, c in (*spread, *made)]
 
 
-def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], tokens: int, t: int) -> Finding:
+def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], t: int) -> Finding:
     """Where it shows first: in what a layer carries on, else in the logits alone."""
     apart = float((logits[0].double() - logits[1].double()).abs().max())
+    tokens = "+".join(str(len(p)) for p in ran.prompts)
     step = "prefill" if t == 0 else f"decode step {t}"
     told = f"{step} after {tokens} tokens: logits of the variant as it runs are not those of its operations one by one"
     joined = t > 0 and ran.model.recipe.execution.fused
     fused = " (execution.fused: look at what joins them)" if joined else " (one path, watched and not)"
-    theirs = carried(watched.state, [0])
-    for (layer, store, row), x in carried(ran.state, [0]).items():
+    theirs = carried(watched.state, watched.slots)
+    for (layer, store, row), x in carried(ran.state, ran.slots).items():
         if not same(x, theirs[layer, store, row]):
             first = (
                 f"first carried value that differs: layer {layer} {SITES[store]}, so from layer {max(layer - 1, 0)} on"

@@ -37,11 +37,13 @@ def beyond(recipe: Recipe, battery: Battery) -> list[str]:
 
 
 def long_enough(recipe: Recipe, battery: Battery, max_length: int) -> Battery | None:
-    """One prompt of the battery's own tokens, again and again, that passes every length up to WIDEST.
+    """A prompt of the battery's tokens, again and again, that passes every length up to WIDEST and fits its pages.
 
     None where the battery's prompts do so themselves.
     """
-    limit = min(WIDEST, max_length - FORCED - PAST)
+    run = recipe.execution
+    most = run.pages * run.block_size if run.mode is Execution.paged and run.pages else max_length
+    limit = min(WIDEST, min(max_length, most) - FORCED - PAST)
     wanted = max((size for size in lengths_of(recipe).values() if size <= limit), default=0) + PAST
     if wanted == PAST or max(map(len, battery.prompts)) >= wanted:
         return None

@@ -6,7 +6,7 @@ shares nothing with it, value by value on a few short prompts, alone and togethe
 further piece, tile and page of what is declared: local replay goes there too, but with the same code.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,18 +19,20 @@ from harness.lockstep import walk_steppers
 from harness.parts import part
 from harness.probes import Passes, Place
 from harness.reach import long_enough
+from harness.stored import stored
 from harness.verdict import Finding
 from variants.decode import Sequences
 from variants.dtypes import DType
 from variants.errors import NeartieError
 from variants.model_config import ModelConfig
 from variants.recipe import Recipe, Semantics
+from variants.rounding import Step
 from variants.sites import places
 from variants.weights import Casts
 
 INSTRUMENT = "definition"
 LARGEST_BYTES = 2**31  # of float64 parameters; beyond that the second opinion would take minutes and is left out
-PROMPTS, TOKENS, TOGETHER = 2, 8, 3  # the two prompts also run as rows of one batch, over fewer tokens
+TOKENS, TOGETHER = 16, 3  # the two prompts also run as rows of one batch, over fewer tokens
 # Relative to the rms of a position. Two float64 orders of these sums differ by 1e-13; a float32 slip by 1e-7.
 TOLERANCE = 1e-9
 
@@ -71,7 +73,7 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
     alone = rows + ([] if longer is None else _rows(longer))
     few = min(TOGETHER, *(len(forced) for _, forced in rows))
     together = [(prompt, forced[:few]) for prompt, forced in rows]
-    parameter = lambda name: casts.checkpoint.tensors[name].cpu().double().numpy()  # noqa: E731
+    parameter = stored_parameter(casts)
     first: dict[Place, float] = {}
     compared, largest = 0, 0.0
     for group in (*([row] for row in alone), *([together] if len(together) > 1 else [])):
@@ -83,23 +85,30 @@ def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOp
             largest = max(largest, size)
             if size > TOLERANCE:
                 first[place] = max(size, first.get(place, 0.0))
-    return SecondOpinion(compared=compared, largest=largest, departs=_earliest(first, config))
+    return SecondOpinion(compared=compared, largest=largest, departs=earliest(first, config))
 
 
 @part("definition")
 def sound_oracle(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpinion:
-    """As `second_opinion`, for a verdict on another engine: raises NeartieError where the oracle departs."""
+    """As `second_opinion`, for a verdict on another engine: raises NeartieError where oracle or weights depart."""
     found = second_opinion(casts, declared, battery)
-    for finding in found.findings():
+    for finding in (*stored(casts.checkpoint).findings(), *found.findings()):
         raise NeartieError(f"{finding.reason}; no other engine can be judged by this oracle")
     return found
 
 
+def stored_parameter(casts: Casts) -> Callable[[str], np.ndarray]:
+    """A parameter as the definition reads it, float64 in the checkpoint's layout."""
+    return lambda name: casts.checkpoint.tensors[name].cpu().double().numpy()
+
+
 def _rows(battery: Battery) -> list[tuple[list[int], list[int]]]:
-    """The shortest and the longest prompt with their first tokens."""
-    order = np.argsort([len(p) for p in battery.prompts], kind="stable")
-    chosen = dict.fromkeys(int(i) for i in (order[0], order[-1]))
-    return [(list(battery.prompts[i]), list(battery.continuations[i][:TOKENS])) for i in list(chosen)[:PROMPTS]]
+    """The shortest prompt with its first tokens, and the longest with its last: the farthest position that there is."""
+    rows = [(list(p), list(c)) for p, c in zip(battery.prompts, battery.continuations, strict=True)]
+    short, long = min(rows, key=lambda row: len(row[0])), max(rows, key=lambda row: len(row[0]))
+    ahead = max(0, len(long[1]) - TOKENS)
+    found = [(short[0], short[1][:TOKENS]), ([*long[0], *long[1][:ahead]], long[1][ahead:])]
+    return found if len(rows) > 1 else found[1:]
 
 
 def _differences(
@@ -111,13 +120,21 @@ def _differences(
     """
     for _ in walk_steppers([stepper], forced):
         for step, calls in tap.passes:
-            for place, values in calls.items():
-                width = told[0][place][0].size
-                mine = values[-1].reshape(len(step.slots), -1, width)
-                for row, slot, start, n in zip(mine, step.slots, step.starts, step.lengths, strict=True):
-                    span = told[slot][place][start : start + n]
-                    yield (place, _difference(row[:n], span) if len(row) >= n else _difference(row, span[-1:]))
+            yield from pass_differences(step, calls, [told[slot] for slot in step.slots])
         tap.passes.clear()
+
+
+def pass_differences(
+    step: Step, calls: Mapping[Place, Sequence[torch.Tensor]], told: Sequence[Values | None]
+) -> Iterator[tuple[Place, float]]:
+    """As `_differences`, of one pass; told: the definition's values of each row, None for a row that fills up."""
+    for place, values in calls.items():
+        for i, (start, n) in enumerate(zip(step.starts, step.lengths, strict=True)):
+            if (row_told := told[i]) is not None:
+                whole = row_told[place]
+                row = values[-1].reshape(len(told), -1, whole[0].size)[i]
+                span = whole[start : start + n]
+                yield (place, _difference(row[:n], span) if len(row) >= n else _difference(row, span[-1:]))
 
 
 def _difference(mine: torch.Tensor, told: np.ndarray) -> float:
@@ -130,5 +147,5 @@ def _difference(mine: torch.Tensor, told: np.ndarray) -> float:
     return float(np.where(np.isnan(size), np.inf, size).max())
 
 
-def _earliest(found: dict[Place, float], config: ModelConfig) -> tuple[Place, float] | None:
+def earliest(found: dict[Place, float], config: ModelConfig) -> tuple[Place, float] | None:
     return next(((place, found[place]) for place in places(config) if place in found), None)

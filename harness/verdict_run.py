@@ -32,7 +32,10 @@ from harness.oracle import Forced
 from harness.parts import part
 from harness.probes import Tap
 from harness.reused_slot import reused_slot
+from harness.roundings import roundings
 from harness.shared_code import second_opinion, sound_oracle
+from harness.stored import stored
+from harness.through_runner import through_runner
 from harness.verdict import (
     Finding,
     Verdict,
@@ -120,10 +123,12 @@ def _shared_code(
     if not isinstance(q.engine, LocalEngine):
         return [], {"definition": sound_oracle(q.casts, q.declared, battery).record()}
     ran, reused = as_run(q.engine, battery), reused_slot(q.engine, battery)
-    opinion = second_opinion(q.casts, q.declared, battery)
-    found = [*opinion.findings(), *reused.findings(), *ran.findings()]  # shared code first: the others pass through it
+    opinion, served = second_opinion(q.casts, q.declared, battery), through_runner(q.casts, q.declared, battery)
+    held, rounded = stored(q.casts.checkpoint), roundings(q.engine, battery)
+    records = {"stored": held, "definition": opinion, "through_runner": served, "reused_slot": reused, "as_run": ran}
+    records["roundings"] = rounded
+    found = [f for instrument in records.values() for f in instrument.findings()]  # what the others pass through first
     found += free_and_forced(q.engine, q.golden, gate.generation.tokens, chosen)
-    records = {"definition": opinion, "reused_slot": reused, "as_run": ran}
     return found, {name: instrument.record() for name, instrument in records.items()}
 
 

@@ -69,8 +69,8 @@ def test_rows_tell_where_the_time_went(tmp_path: Path, capsys: pytest.CaptureFix
     verdict, gate = (json.loads(file.read_text()) for file in sorted((tmp_path / "ledger").glob("*.json")))
     spent = verdict["detail"]["seconds"]["wall"]
     assert {"load", "watched pass", "free run", "forced tokens", "ladder", "local replay", "definition", "envelope",
-            "envelope of the golden", "expected score", "divergences", "reused slot", "watched twin",
-            OTHER} == set(spent)  # fmt: skip
+            "envelope of the golden", "expected score", "divergences", "reused slot", "watched twin", "stored weights",
+            "roundings", OTHER} == set(spent)  # fmt: skip
     for row in (verdict, gate):
         assert 0.8 * row["wall_s"] < sum(row["detail"]["seconds"]["wall"].values()) < row["wall_s"]
     assert set(gate["detail"]["seconds"]["wall"]) == {"load", "watched pass", "free run", OTHER}

@@ -88,3 +88,12 @@ def test_a_fault_of_the_second_chunk_is_found_on_short_prompts(planted: bool, mo
     places = {(site, layer) for replay in found.replays.values() for site, layer, _ in replay.excess()}
     assert (places & {("kda_core", 0), ("kda_state", 0)} != set()) is planted
     assert planted or not places
+
+
+def test_the_longer_prompt_fits_the_pages() -> None:
+    """Where their number is named, no request may be longer than all of them: the run would be refused."""
+    recipe = resolve(chunked(execution=replace(PAGED, pages=3)), tiny.ODD)
+    made = long_enough(recipe, SHORT, 512)
+    assert made is not None
+    assert len(made.prompts[0]) == 8 + PAST
+    assert long_enough(resolve(chunked(execution=replace(PAGED, pages=2)), tiny.ODD), SHORT, 512) is None

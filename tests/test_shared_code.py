@@ -130,6 +130,25 @@ def test_a_fault_that_begins_on_the_second_page_is_named(monkeypatch: pytest.Mon
     assert found.departs[0] == ("mla_core", 1)
 
 
+def test_a_fault_at_the_last_position_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that hides the first key from the last token of the longest sequence alone; a longer answer than is
+    decoded here is prefilled in part."""
+    long = replace(BATTERY, continuations=[tiny.prompt(24, seed=8), tiny.prompt(24, seed=9)])
+    recipe = resolve(tiny.plain(tiny.Stream.f32, tiny.Gemm.f32), tiny.ODD)
+    assert second_opinion(tiny.casts(), recipe, long).departs is None
+    right, last = mla.dense, 11 + 24 - 2  # the last token is chosen and never run
+
+    def window(q, k, v, positions, **how):
+        if int(positions.max()) < last:
+            return right(q, k, v, positions, **how)
+        return right(q, k[:, 1:], v[:, 1:], positions - 1, **how)
+
+    monkeypatch.setitem(mla.CORES, "dense_f32", window)
+    found = second_opinion(tiny.casts(), recipe, long)
+    assert found.departs is not None
+    assert found.departs[0] == ("mla_core", 1)
+
+
 @pytest.mark.parametrize("mode", [Execution.incremental, Execution.paged])
 def test_a_state_that_lands_in_another_slot_is_named(mode: Execution, monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt alone cannot show it: the two also run as rows of one batch."""
