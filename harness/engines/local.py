@@ -88,8 +88,11 @@ class LocalEngine:
         )
 
     def arms(self) -> dict[str, LocalEngine]:
-        """Four rows together: another shape of every product, which must not matter to a batch-invariant engine."""
-        if self.variant.execution.batch != 1:
+        """Four rows together: another shape of every product, which must not matter to a batch-invariant engine.
+
+        None of a variant that is of one row alone, or of several already.
+        """
+        if self.variant.execution.batch != 1 or self.variant.execution.fused:
             return {}
         together = replace(self.variant, execution=replace(self.variant.execution, batch=4))
         return {"4 rows together": LocalEngine(self.casts, together, name=self.name, device=self.device)}
