@@ -82,13 +82,13 @@ def _packages() -> list[Finding]:
 
 
 def _compiler() -> str:
-    """What compiles impl native, by its own words, or that there is none."""
+    """What compiles impl native, and inductor on a CPU, by its own words, or that there is none."""
     from variants.ops.native_library import compiler
 
     try:
         said = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     except DeviceError:
-        return "no compiler: impl native cannot run"
+        return "no compiler: impl native, and inductor on the cpu, cannot run"
     return next(iter(said.splitlines()), "it does not say")
 
 
