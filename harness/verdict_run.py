@@ -28,6 +28,7 @@ from harness.hypotheses import Subject, explain
 from harness.inspect import Inspection, inspect_closely, inspect_library, inspect_local, make_oracle
 from harness.judge import Evidence, divergences, noise_nats
 from harness.lockstep import Stepper
+from harness.on_record import on_record
 from harness.oracle import Forced
 from harness.parts import part
 from harness.probes import Tap
@@ -122,13 +123,18 @@ def _shared_code(
     """What is wrong in what our own variants run by, and what was looked at, by instrument; of a library the oracle."""
     if not isinstance(q.engine, LocalEngine):
         return [], {"definition": sound_oracle(q.casts, q.declared, battery).record()}
-    ran, reused = as_run(q.engine, battery), reused_slot(q.engine, battery)
-    opinion, served = second_opinion(q.casts, q.declared, battery), through_runner(q.casts, q.declared, battery)
-    held, rounded = stored(q.casts.checkpoint), roundings(q.engine, battery)
-    records = {"stored": held, "definition": opinion, "through_runner": served, "reused_slot": reused, "as_run": ran}
-    records["roundings"] = rounded
+    engine, casts, declared = q.engine, q.casts, q.declared
+    records = {
+        "on_record": on_record(engine.name, engine.variant, casts.checkpoint.config, engine.recipe),
+        "stored": stored(casts.checkpoint),
+        "definition": second_opinion(casts, declared, battery),
+        "through_runner": through_runner(casts, declared, battery),
+        "reused_slot": reused_slot(engine, battery),
+        "as_run": as_run(engine, battery),
+        "roundings": roundings(engine, battery),
+    }
     found = [f for instrument in records.values() for f in instrument.findings()]  # what the others pass through first
-    found += free_and_forced(q.engine, q.golden, gate.generation.tokens, chosen)
+    found += free_and_forced(engine, q.golden, gate.generation.tokens, chosen)
     return found, {name: instrument.record() for name, instrument in records.items()}
 
 
