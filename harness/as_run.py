@@ -140,7 +140,7 @@ def _not_the_largest(logits: torch.Tensor, chosen: Sequence[int | None]) -> Find
     """Where a token of finite logits [B, V] is not the lowest id of the largest, by another library."""
     values = logits.double().cpu().numpy()
     for row, token in zip(values, chosen, strict=True):
-        largest = int(np.flatnonzero(row == row.max(initial=-np.inf))[:1].sum())
+        largest = int(row.argmax())  # the first of several
         if np.isfinite(row).all() and token != largest:
             reason = f"token {token} is chosen where the lowest id of the largest logit is {largest} (look at `greedy`)"
             return Finding(instrument=INSTRUMENT, reason=reason, site="lm_head")
