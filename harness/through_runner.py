@@ -13,7 +13,7 @@ from harness.inspect import exact_recipe, model_under
 from harness.parts import part
 from harness.probes import Passes, Place
 from harness.runner_tasks import RunnerBrokeError, Task, tasks
-from harness.shared_code import LARGEST_BYTES, TOLERANCE, earliest, pass_differences, stored_parameter
+from harness.shared_code import TOLERANCE, earliest, pass_differences, stored_parameter, too_large
 from harness.verdict import Finding
 from variants.axes import Execution
 from variants.batch import NOBODY
@@ -55,9 +55,8 @@ def through_runner(casts: Casts, declared: Recipe, battery: Battery) -> ThroughR
     """A few prompts together, then what prefixes and pages ask for (`runner_tasks`), every value of every pass."""
     if declared.execution.mode is not Execution.paged:
         return ThroughRunner(left_out="no runner: the variant is not paged")
-    parameters = sum(t.numel() for t in casts.checkpoint.tensors.values())
-    if 8 * parameters > LARGEST_BYTES:
-        return ThroughRunner(left_out=f"{parameters / 1e9:.1f} G parameters: too many for the definition in NumPy")
+    if (why := too_large(casts)) is not None:
+        return ThroughRunner(left_out=why)
     try:
         return _compared(casts, declared, battery)
     except RunnerBrokeError as broke:
