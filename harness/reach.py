@@ -39,7 +39,7 @@ def beyond(recipe: Recipe, battery: Battery) -> list[str]:
 def long_enough(recipe: Recipe, battery: Battery, max_length: int) -> Battery | None:
     """A prompt of the battery's tokens, again and again, that passes every length up to WIDEST and fits its pages.
 
-    None where the battery's prompts do so themselves.
+    None where the battery's prompts do so themselves, and where nothing of that length fits.
     """
     run = recipe.execution
     most = run.pages * run.block_size if run.mode is Execution.paged and run.pages else max_length
