@@ -10,6 +10,7 @@ from tiny import build, casts, prompt, ragged, relative
 from torch import Tensor
 
 from harness.engines.compiling import Compiling
+from harness.engines.local import LocalEngine
 from harness.observe import observe
 from variants import decode
 from variants.axes import (
@@ -210,6 +211,15 @@ def test_what_it_needs_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(inductor, "_stored", lambda *_: torch._dynamo.graph_break())
     with pytest.raises(DeviceError, match=r"torch\.compile failed on silu_and_mul"):
         inductor.silu_and_mul(drawn(2, 7), drawn(2, 7), accum=torch.float32, between=bf16, out=None)
+
+
+@pytest.mark.parametrize("switch", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_a_compiler_that_is_switched_off_is_refused(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile would give back the lines as they are, and a row would call them compiled."""
+    monkeypatch.setenv(switch, "1")
+    with pytest.raises(DeviceError, match=f"{switch}=1 switches it off"):
+        LocalEngine(tiny(), replace(F32, impl=COMPILED), name="tiny")
+    LocalEngine(tiny(), F32, name="tiny")
 
 
 def test_waiting_for_the_compiler_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
