@@ -111,6 +111,18 @@ def test_a_compiler_left_to_itself_leaves_out_the_store_on_the_way() -> None:
     assert not alone.equal(lines(gate, up)), "the two roundings differ somewhere in four thousand values"
 
 
+def test_nor_is_a_norm_rounded_twice_by_it() -> None:
+    """The same of a norm that stores what it normalised before the weight: `norm.rounding=once` is what comes of it."""
+
+    def lines(x: Tensor, weight: Tensor) -> Tensor:
+        return norm.rms_norm(x, weight, 1e-5, between=through_bf16).to(bf16)
+
+    x, weight = drawn(64, 64), drawn(64, seed=1)
+    alone = torch.compile(lines, fullgraph=True)(x, weight)
+    assert alone.equal(inductor.rms_norm(x, weight, 1e-5, between=None, out=bf16))
+    assert not alone.equal(lines(x, weight))
+
+
 def test_a_token_of_the_delta_rule_with_its_gates() -> None:
     """One step over rows, K != V, against the recurrence in float64."""
     q, k, f = (drawn(5, 3, 8, seed=s) for s in range(3))
