@@ -12,6 +12,7 @@ from harness.forced_errors import Battery
 from harness.inspect import exact_recipe, model_under
 from harness.parts import part
 from harness.probes import Passes, Place
+from harness.reach import of_all_lengths
 from harness.runner_tasks import RunnerBrokeError, Task, tasks
 from harness.shared_code import TOLERANCE, earliest, pass_differences, stored_parameter, too_large
 from harness.verdict import Finding
@@ -86,11 +87,8 @@ def _compared(casts: Casts, declared: Recipe, battery: Battery) -> ThroughRunner
 
 
 def _together(declared: Recipe, battery: Battery) -> Task:
-    """Prompts of the battery's lengths, spread evenly; as many pages as they need."""
-    rows = sorted(zip(battery.prompts, battery.continuations, strict=True), key=lambda row: len(row[0]))
-    count = min(PROMPTS, len(rows))
-    spread = [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
+    """Prompts of the battery's lengths, with as many pages as they need."""
     return Task(
         execution=replace(declared.execution, pages=0),
-        waves=(tuple((tuple(p), tuple(c[:TOKENS])) for p, c in spread),),
+        waves=(tuple((tuple(p), tuple(c[:TOKENS])) for p, c in of_all_lengths(battery, PROMPTS)),),
     )
