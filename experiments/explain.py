@@ -12,7 +12,11 @@ from harness.engines.assets import checkpoint_folder
 from harness.text_table import text_table
 from variants.axes import Execution, ExecutionAxes
 from variants.errors import UsageError
+from variants.model_config import ModelConfig
 from variants.recipe import Recipe, batch_dependent, difference, resolve
+from variants.sites import places, rule_key
+
+Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +38,25 @@ def run(config: Settings, flags: Flags) -> int:
     model = load_config(checkpoint_folder(config.model.path))
     recipe = resolve(config.variant, model)
     other = None if config.against is None else resolve(named_variant(config.against), model)
+    rows = [] if other is None else _differences(recipe, other, model)
     if flags.json:
-        print(json.dumps(_document(config, recipe, other)))
+        print(json.dumps(_document(config, recipe, other, rows)))
     elif other is None:
         print(_recipe_text(config.label, recipe))
     else:
-        print(_difference_text(config, recipe, other))
+        print(_difference_text(config, recipe, other, rows))
     return 0
 
 
-def _document(config: Settings, recipe: Recipe, other: Recipe | None) -> dict[str, object]:
+def _differences(recipe: Recipe, other: Recipe, model: ModelConfig) -> Rows:
+    """As `difference`, without a rule that exceptions replace at every layer: these are compared themselves."""
+    keys = {(rule_key(site, phase), layer) for site, layer in places(model) for phase in ("prefill", "decode")}
+    left = {key for key, _ in keys - {*recipe.exceptions, *other.exceptions}}
+    replaced = {key for key, _ in keys} - left
+    return [row for row in difference(recipe, other) if row["site"] not in replaced]
+
+
+def _document(config: Settings, recipe: Recipe, other: Recipe | None, rows: Rows) -> dict[str, object]:
     document = {"variant": config.label, "hash": recipe.hash, "recipe": recipe.as_dict()}
     if other is None:
         return document
@@ -51,7 +64,7 @@ def _document(config: Settings, recipe: Recipe, other: Recipe | None) -> dict[st
         "against": config.against,
         "against_hash": other.hash,
         "several": _several(config),
-        "difference": difference(recipe, other),
+        "difference": rows,
     }
 
 
@@ -93,14 +106,16 @@ def _plain(value: object) -> str:
     return ",".join(map(str, many))
 
 
-def _difference_text(config: Settings, recipe: Recipe, other: Recipe) -> str:
+def _difference_text(config: Settings, recipe: Recipe, other: Recipe, rows: Rows) -> str:
     names = f"{config.label} ({recipe.hash[:12]}) against {config.against} ({other.hash[:12]})"
-    rows = [[row["site"], row["field"], *_cells(row)] for row in difference(recipe, other)]
-    if not rows:
+    if recipe.hash == other.hash:
         return f"{names}: one variant, the same arm; both resolve to one recipe"
+    if not rows:
+        return f"{names}: the same at every layer; what differs are rules that all of them override"
     several = _several(config)
     head = [names, *([several] if several else []), ""]
-    return "\n".join([*head, text_table(("site", "field", config.label, str(config.against)), rows)])
+    table = [[row["site"], row["field"], *_cells(row)] for row in rows]
+    return "\n".join([*head, text_table(("site", "field", config.label, str(config.against)), table)])
 
 
 def _cells(row: dict[str, object]) -> list[str | None]:

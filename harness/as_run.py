@@ -19,7 +19,7 @@ from harness.forced_errors import Battery
 from harness.golden_data import Golden
 from harness.parts import part
 from harness.probes import Tap
-from harness.reach import long_enough
+from harness.reach import long_enough, of_all_lengths
 from harness.reused_slot import SITES, carried, same
 from harness.runner_tasks import RunnerBrokeError, Task, tasks
 from harness.verdict import Finding
@@ -140,7 +140,7 @@ def _not_the_largest(logits: torch.Tensor, chosen: Sequence[int | None]) -> Find
     """Where a token of finite logits [B, V] is not the lowest id of the largest, by another library."""
     values = logits.double().cpu().numpy()
     for row, token in zip(values, chosen, strict=True):
-        largest = int(np.flatnonzero(row == row.max(initial=-np.inf))[:1].sum())
+        largest = int(row.argmax())  # the first of several
         if np.isfinite(row).all() and token != largest:
             reason = f"token {token} is chosen where the lowest id of the largest logit is {largest} (look at `greedy`)"
             return Finding(instrument=INSTRUMENT, reason=reason, site="lm_head")
@@ -191,16 +191,14 @@ def chosen_as_watched(engine: LocalEngine, divergences: Sequence[Divergence]) ->
 def _chosen(engine: LocalEngine, battery: Battery) -> list[Forced]:
     run, longest = engine.recipe.execution, engine.casts.checkpoint.config.max_length
     far = long_enough(engine.recipe, battery, longest)
-    rows = sorted(zip(battery.prompts, battery.continuations, strict=True), key=lambda row: len(row[0]))
     made = [] if far is None else list(zip(far.prompts, far.continuations, strict=True))
     joined = run.fused or run.graph is not Graph.off
-    count = min(MOST if joined else 2, len(rows))
-    spread = [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
     if joined:
-        text = [t for p, c in rows for t in (*p, *c)]
+        text = [t for row in of_all_lengths(battery, len(battery.prompts)) for tokens in row for t in tokens]
         text = (text * -(-(FIRST + LONG) // len(text)))[: min(FIRST + LONG, longest)]
         made.append((text[:FIRST], text[FIRST:]))
-    return [(list(p), list(c)) for p, c in (*spread, *made)]
+    rows = (*of_all_lengths(battery, MOST if joined else 2), *made)
+    return [(list(p), list(c)) for p, c in rows]
 
 
 def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], t: int) -> Finding:
@@ -208,7 +206,7 @@ def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], 
     apart = float((logits[0].double() - logits[1].double()).abs().max())
     tokens = "+".join(str(len(p)) for p in ran.prompts)
     step = "prefill" if t == 0 else f"decode step {t}"
-    told = f"{step} after {tokens} tokens: logits of the variant as it runs are not those of its operations one by one"
+    what = f"{step} after {tokens} tokens: logits of the variant as it runs are not those of its operations one by one"
     joined = t > 0 and ran.model.recipe.execution.fused
     fused = " (execution.fused: look at what joins them)" if joined else " (one path, watched and not)"
     theirs = carried(watched.state, watched.slots)
@@ -217,8 +215,8 @@ def _difference(ran: Sequences, watched: Sequences, logits: list[torch.Tensor], 
             first = (
                 f"first carried value that differs: layer {layer} {SITES[store]}, so from layer {max(layer - 1, 0)} on"
             )
-            reason = f"layer {layer} {SITES[store]}: {told}, {apart:.2g} apart; {first}{fused}"
+            reason = f"layer {layer} {SITES[store]}: {what}, {apart:.2g} apart; {first}{fused}"
             return Finding(instrument=INSTRUMENT, reason=reason, site=SITES[store], layer=layer)
     return Finding(
-        instrument=INSTRUMENT, reason=f"{told}, {apart:.2g} apart, though what is carried is the same{fused}"
+        instrument=INSTRUMENT, reason=f"{what}, {apart:.2g} apart, though what is carried is the same{fused}"
     )

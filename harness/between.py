@@ -83,10 +83,10 @@ class Untouched:
 
 
 def of_runner(runner: Runner) -> Callable[[int], Tokens]:
-    """What the requests of a runner say that its slots hold."""
+    """What the requests of a runner say that its slots hold. Raises KeyError for a slot that no request has."""
 
     def stands_for(slot: int) -> Tokens:
-        live = next(x for x in runner.live.values() if x.slot == slot)
+        live = {x.slot: x for x in runner.live.values()}[slot]
         return (*live.request.ids, *live.made)[: live.computed]
 
     return stands_for

@@ -85,23 +85,20 @@ class Via(Enum):
     process = "process"
 
 
-_SERVER = ("key", "feed", "tokenizer", "concurrency", "timeout_s", "retries", "top_k")
+_SERVER = "key feed tokenizer concurrency timeout_s retries top_k"
 
 # What each kind of engine reads, beside `kind`: settings of `engine`, then groups and settings of the root.
 READS: dict[EngineKind, tuple[frozenset[str], frozenset[str]]] = {
-    EngineKind.local: (frozenset(), frozenset(("model", "variant", "device"))),
-    EngineKind.transformers: (frozenset(("dtype", "attention", "experts")), frozenset(("model", "device"))),
-    EngineKind.replay: (frozenset(("folder", "run")), frozenset()),
-    EngineKind.openai: (frozenset((*_SERVER, "url", "served", "dialect", "stream")), frozenset()),
-    EngineKind.vllm: (
-        frozenset(("dtype", "backend", "batch", "memory", "top_k", "compile", "graph")),
-        frozenset(("model",)),
-    ),
-    EngineKind.llama_server: (
-        frozenset(("dtype", "gguf", "url", "kv", "flash", "api", "via", "concurrency", "timeout_s")),
-        frozenset(("model", "device")),
-    ),
-    EngineKind.mlx: (frozenset(("via", "concurrency", "timeout_s")), frozenset(("model", "device"))),
+    kind: (frozenset(own.split()), frozenset(groups.split()))
+    for kind, own, groups in (
+        (EngineKind.local, "", "model variant device"),
+        (EngineKind.transformers, "dtype attention experts", "model device"),
+        (EngineKind.replay, "folder run", ""),
+        (EngineKind.openai, f"{_SERVER} url served dialect stream", ""),
+        (EngineKind.vllm, "dtype backend batch memory top_k compile graph", "model"),
+        (EngineKind.llama_server, "dtype gguf url kv flash api via concurrency timeout_s", "model device"),
+        (EngineKind.mlx, "via concurrency timeout_s", "model device"),
+    )
 }
 
 
@@ -145,9 +142,9 @@ class EngineChoice:
     requests at a time; timeout_s: for one answer; retries: of a request that failed; top_k: logprobs asked for with
     each token, 0 for none; stream: read tokens as they come, which times them. backend: vLLM's attention; compile: its
     layers under its torch.compile; graph: its decode steps as CUDA graphs; batch: prompts that it is given together, 0
-    for all; memory: the share of the GPU that it takes. gguf: llama.cpp's file,
-    None to write one of the model; kv, flash: its cache and attention; api: how it is asked; via: a server of its own,
-    or the library in this process (None for what the kind does by itself).
+    for all; memory: the share of the GPU that it takes. gguf: llama.cpp's file, None to write one of the model; kv,
+    flash: its cache and attention; api: how it is asked; via: a server of its own, or the library in this process (None
+    for what the kind does by itself).
     """
 
     kind: EngineKind = EngineKind.local
@@ -200,11 +197,8 @@ class EngineChoice:
         _refuse(here and self.concurrency > 1, "engine.concurrency", "in this process prompts run one after the other")
         if self.kind is not EngineKind.llama_server:
             return
-        _refuse(
-            here and self.api is Api.native, "engine.via=process", "in this process there is engine.api=openai alone"
-        )
-        given = {"url": self.url, "gguf": self.gguf}
-        _refuse(all(given.values()), "engine.gguf", "a server at engine.url has its own file")
+        _refuse(here and self.api is Api.native, "engine.via=process", "in this process engine.api is openai alone")
+        _refuse(bool(self.url and self.gguf), "engine.gguf", "a server at engine.url has its own file")
         ours = {"kv": self.kv is not KvType.f32, "flash": self.flash, "via": here, "dtype": self.dtype.name != "f32"}
         for name, changed in ours.items():
             by = "url" if self.url else "gguf" if self.gguf and name == "dtype" else None

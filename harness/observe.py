@@ -157,8 +157,10 @@ def observe(recipe: Recipe, casts: Casts, prompt: Sequence[int], *, wrap: object
 
 @contextmanager
 def _launches(recipe: Recipe, dispatched: _Dispatched) -> Iterator[None]:
-    """Watch Triton's launches, of which a process that has not imported triton has none, and calls of what is compiled
-    otherwise: our CPU kernels, and what torch.compile makes."""
+    """Watch calls of our CPU kernels and of what torch.compile made, and Triton's launches.
+
+    A process that has not imported triton has none of these.
+    """
     with calls.watched(dispatched.launched):
         if recipe.implementations <= {"torch", "native", "inductor"} and "triton" not in sys.modules:
             yield

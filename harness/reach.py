@@ -1,4 +1,4 @@
-"""At which lengths a recipe's code changes, and a prompt long enough to pass them all.
+"""At which lengths a recipe's code changes, a prompt long enough to pass them all, and prompts of all lengths.
 
 A golden of short prompts never enters a second chunk of the delta rule, a second tile of keys or a second page, and
 what is wrong there cannot show in it. Local replay needs no golden tokens, only some: so it also runs one prompt made
@@ -6,12 +6,20 @@ of the golden's own, long enough.
 """
 
 from harness.forced_errors import Battery
+from harness.lockstep import Tokens
 from variants.axes import Execution
 from variants.recipe import Recipe
 
 WIDEST = 320  # tokens; a longer prompt would cost more than the rest of a verdict
 FORCED = 4
 PAST = 9  # tokens in the piece that comes last, so that it is neither empty nor whole
+
+
+def of_all_lengths(battery: Battery, most: int) -> list[tuple[Tokens, Tokens]]:
+    """At most so many prompts, each with the tokens after it, by length: the shortest, the longest, evenly between."""
+    rows = sorted(zip(battery.prompts, battery.continuations, strict=True), key=lambda row: len(row[0]))
+    count = min(most, len(rows))
+    return [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
 
 
 def lengths_of(recipe: Recipe) -> dict[str, int]:
@@ -39,7 +47,7 @@ def beyond(recipe: Recipe, battery: Battery) -> list[str]:
 def long_enough(recipe: Recipe, battery: Battery, max_length: int) -> Battery | None:
     """A prompt of the battery's tokens, again and again, that passes every length up to WIDEST and fits its pages.
 
-    None where the battery's prompts do so themselves.
+    None where the battery's prompts do so themselves, and where nothing of that length fits.
     """
     run = recipe.execution
     most = run.pages * run.block_size if run.mode is Execution.paged and run.pages else max_length

@@ -64,9 +64,8 @@ class SecondOpinion:
 @part("definition")
 def second_opinion(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpinion:
     """The float64 model, run in the steps of `declared` with the checkpoint's own semantics, against the definition."""
-    parameters = sum(t.numel() for t in casts.checkpoint.tensors.values())
-    if 8 * parameters > LARGEST_BYTES:
-        return SecondOpinion(left_out=f"{parameters / 1e9:.1f} G parameters: too many for the definition in NumPy")
+    if (why := too_large(casts)) is not None:
+        return SecondOpinion(left_out=why)
     make, config = make_oracle(casts, declared, semantics=Semantics()), casts.checkpoint.config
     longer = long_enough(declared, battery, config.max_length)
     rows = _rows(battery)
@@ -95,6 +94,14 @@ def sound_oracle(casts: Casts, declared: Recipe, battery: Battery) -> SecondOpin
     for finding in (*stored(casts.checkpoint).findings(), *found.findings()):
         raise NeartieError(f"{finding.reason}; no other engine can be judged by this oracle")
     return found
+
+
+def too_large(casts: Casts) -> str | None:
+    """Why a model's parameters are too many for the definition, or None."""
+    parameters = sum(t.numel() for t in casts.checkpoint.tensors.values())
+    if 8 * parameters <= LARGEST_BYTES:
+        return None
+    return f"{parameters / 1e9:.1f} G parameters: too many for the definition in NumPy"
 
 
 def stored_parameter(casts: Casts) -> Callable[[str], np.ndarray]:

@@ -7,7 +7,6 @@ json module, and nothing of `variants` but what is to be held.
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,25 +55,32 @@ class Stored:
 
 @part("stored weights")
 def stored(checkpoint: Checkpoint) -> Stored:
-    """Every tensor bit by bit, then the constants; weights that are in no file, or too many, are left out."""
+    """Every tensor of the files bit by bit, none beside them, then the constants.
+
+    A checkpoint without a file, or of too many bytes, is left out.
+    """
     size = sum(t.nbytes for t in checkpoint.tensors.values())
     files = sorted(checkpoint.path.glob("*.safetensors"))
     if not files:
         return Stored(left_out=f"{checkpoint.path} holds no safetensors file: weights were made here")
     if size > LARGEST_BYTES:
         return Stored(left_out=f"{size / 1e9:.1f} GB of weights: too many to read again")
-    held = 0
+    held: set[str] = set()
     for file in files:
         with safe_open(file, framework="pt") as source:
             for name in source.keys():  # noqa: SIM118  # it is no mapping
-                own = checkpoint.tensors.get(_released(name, checkpoint))
+                own = checkpoint.tensors.get(released := _released(name, checkpoint))
                 if own is None:
-                    return Stored(tensors=held, found=_finding(f"{name} is in {file.name} and nowhere in what runs"))
+                    what = f"{name} is in {file.name} and nowhere in what runs"
+                    return Stored(tensors=len(held), found=_finding(what))
                 if (differs := _differ(source.get_tensor(name), own)) is not None:
-                    return Stored(tensors=held, found=_finding(f"{name}: {differs} {file.name} holds", name))
-                held += 1
+                    return Stored(tensors=len(held), found=_finding(f"{name}: {differs} {file.name} holds", name))
+                held.add(released)
+    tied = {"lm_head.weight"} if checkpoint.config.tie_word_embeddings else set()
+    if more := sorted(checkpoint.tensors.keys() - held - tied):
+        return Stored(tensors=len(held), found=_finding(f"{more[0]} runs and is in no file", more[0]))
     other = _constants(checkpoint)
-    return Stored(tensors=held, found=None if other is None else _finding(other))
+    return Stored(tensors=len(held), found=None if other is None else _finding(other))
 
 
 def _released(name: str, checkpoint: Checkpoint) -> str:
@@ -83,6 +89,7 @@ def _released(name: str, checkpoint: Checkpoint) -> str:
 
 
 def _differ(stored: Tensor, own: Tensor) -> str | None:
+    """How a tensor differs, for a sentence that goes on with its file and "holds"; None where all bits are the same."""
     if stored.dtype is not own.dtype or stored.shape != own.shape:
         return f"runs as {own.dtype} {list(own.shape)}, not as {stored.dtype} {list(stored.shape)} as"
     one, other = (x.contiguous().cpu().view(-1).view(torch.uint8).view(x.numel(), -1) for x in (stored, own))
@@ -91,8 +98,8 @@ def _differ(stored: Tensor, own: Tensor) -> str | None:
 
 
 def _constants(checkpoint: Checkpoint) -> str | None:
-    file = Path(checkpoint.path) / "config.json"
-    raw: dict[str, Any] = json.loads(file.read_text())
+    """The first constant that config.json names and that is another in what runs."""
+    raw: dict[str, Any] = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
     raw |= {f"{NESTED}.{key}": value for key, value in (raw.get(NESTED) or {}).items()}
     for field, keys in KEYS.items():
         for key in keys:

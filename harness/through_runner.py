@@ -12,8 +12,9 @@ from harness.forced_errors import Battery
 from harness.inspect import exact_recipe, model_under
 from harness.parts import part
 from harness.probes import Passes, Place
+from harness.reach import of_all_lengths
 from harness.runner_tasks import RunnerBrokeError, Task, tasks
-from harness.shared_code import LARGEST_BYTES, TOLERANCE, earliest, pass_differences, stored_parameter
+from harness.shared_code import TOLERANCE, earliest, pass_differences, stored_parameter, too_large
 from harness.verdict import Finding
 from variants.axes import Execution
 from variants.batch import NOBODY
@@ -55,9 +56,8 @@ def through_runner(casts: Casts, declared: Recipe, battery: Battery) -> ThroughR
     """A few prompts together, then what prefixes and pages ask for (`runner_tasks`), every value of every pass."""
     if declared.execution.mode is not Execution.paged:
         return ThroughRunner(left_out="no runner: the variant is not paged")
-    parameters = sum(t.numel() for t in casts.checkpoint.tensors.values())
-    if 8 * parameters > LARGEST_BYTES:
-        return ThroughRunner(left_out=f"{parameters / 1e9:.1f} G parameters: too many for the definition in NumPy")
+    if (why := too_large(casts)) is not None:
+        return ThroughRunner(left_out=why)
     try:
         return _compared(casts, declared, battery)
     except RunnerBrokeError as broke:
@@ -87,11 +87,8 @@ def _compared(casts: Casts, declared: Recipe, battery: Battery) -> ThroughRunner
 
 
 def _together(declared: Recipe, battery: Battery) -> Task:
-    """Prompts of the battery's lengths, spread evenly; as many pages as they need."""
-    rows = sorted(zip(battery.prompts, battery.continuations, strict=True), key=lambda row: len(row[0]))
-    count = min(PROMPTS, len(rows))
-    spread = [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
+    """Prompts of the battery's lengths, with as many pages as they need."""
     return Task(
         execution=replace(declared.execution, pages=0),
-        waves=(tuple((tuple(p), tuple(c[:TOKENS])) for p, c in spread),),
+        waves=(tuple((tuple(p), tuple(c[:TOKENS])) for p, c in of_all_lengths(battery, PROMPTS)),),
     )

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from harness.as_run import AsRun, as_run
-from harness.between import INSTRUMENT
+from harness.between import INSTRUMENT, of_runner
 from harness.engines.local import LocalEngine
 from harness.forced_errors import Battery
 from variants import decode, request
 from variants.axes import Execution, ExecutionAxes
 from variants.decode import Sequences
 from variants.model import Model
+from variants.runner import Runner
 from variants.state import State
 
 BATTERY = Battery(prompts=tiny.ragged([4, 9]), continuations=[tiny.prompt(6, seed=1)] * 2)
@@ -106,6 +107,13 @@ def test_another_token_than_the_sequence_has(monkeypatch: Monkey) -> None:
     site, _, reason = told(asked())
     assert site is None
     assert "after which no forward has left anything" in reason
+
+
+def test_a_slot_that_no_request_has() -> None:
+    """A LookupError, which a runner's task tells as a defect; a StopIteration would end the task in an internal one."""
+    variant = tiny.plain(tiny.Stream.f32, tiny.Gemm.f32, execution=MODES["paged"])
+    with pytest.raises(LookupError):
+        of_runner(Runner(LocalEngine(tiny.casts(), variant, name="tiny").model, max_len=8))(0)
 
 
 def test_a_length_that_is_another(monkeypatch: Monkey) -> None:

@@ -349,6 +349,27 @@ def test_explain_lists_what_differs_and_no_default(words: list[str], rows: list[
     assert [" ".join(line.split()) for line in table] == rows
 
 
+def test_a_rule_that_every_layer_overrides_is_no_difference(capsys: Captured) -> None:
+    """Its layers are compared instead; a rule that is left to one layer is listed still."""
+    once = ["variant=vllm_mirror", "variant.elementwise.swiglu=once"]
+
+    def told(*words: str) -> str:
+        assert main(["explain", *words, "against=vllm_mirror"]) == 0
+        return capsys.readouterr().out
+
+    named = told("variant=vllm_compiled")
+    assert "\nmlp_silu " in named
+    assert "expert_silu" not in named
+    rows = json.loads(told("variant=vllm_compiled", "--json"))["difference"]
+    assert "expert_silu" not in {row["site"] for row in rows}
+    assert "\nexpert_silu " in told(*once, "+variant.override.expert_silu={output: bf16, layers: [1, 2, 3]}")
+    other = told(*once, "+variant.override.expert_silu={output: f32}")
+    assert "\nexceptions.expert_silu@3 " in other
+    assert "\nexpert_silu " not in other
+    every = [f"+variant.override.{name}_silu={{output: bf16}}" for name in ("mlp", "shared", "expert")]
+    assert told(*once, *every).endswith(": the same at every layer; what differs are rules that all of them override\n")
+
+
 def test_explain_refuses_what_it_would_ignore(capsys: Captured) -> None:
     """A second variant that does not exist is a usage error, as the first one is."""
     assert main(["explain", "variant=f32", "against=f33"]) == 2

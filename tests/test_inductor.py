@@ -10,6 +10,7 @@ from tiny import build, casts, prompt, ragged, relative
 from torch import Tensor
 
 from harness.engines.compiling import Compiling
+from harness.engines.local import LocalEngine
 from harness.observe import observe
 from variants import decode
 from variants.axes import (
@@ -108,6 +109,18 @@ def test_a_compiler_left_to_itself_leaves_out_the_store_on_the_way() -> None:
     once = inductor.silu_and_mul(gate, up, accum=torch.float32, between=None, out=bf16)
     assert alone.equal(once)
     assert not alone.equal(lines(gate, up)), "the two roundings differ somewhere in four thousand values"
+
+
+def test_nor_is_a_norm_rounded_twice_by_it() -> None:
+    """The same of a norm that stores what it normalised before the weight: `norm.rounding=once` is what comes of it."""
+
+    def lines(x: Tensor, weight: Tensor) -> Tensor:
+        return norm.rms_norm(x, weight, 1e-5, between=through_bf16).to(bf16)
+
+    x, weight = drawn(64, 64), drawn(64, seed=1)
+    alone = torch.compile(lines, fullgraph=True)(x, weight)
+    assert alone.equal(inductor.rms_norm(x, weight, 1e-5, between=None, out=bf16))
+    assert not alone.equal(lines(x, weight))
 
 
 def test_a_token_of_the_delta_rule_with_its_gates() -> None:
@@ -210,6 +223,15 @@ def test_what_it_needs_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(inductor, "_stored", lambda *_: torch._dynamo.graph_break())
     with pytest.raises(DeviceError, match=r"torch\.compile failed on silu_and_mul"):
         inductor.silu_and_mul(drawn(2, 7), drawn(2, 7), accum=torch.float32, between=bf16, out=None)
+
+
+@pytest.mark.parametrize("switch", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_a_compiler_that_is_switched_off_is_refused(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile would give back the lines as they are, and a row would call them compiled."""
+    monkeypatch.setenv(switch, "1")
+    with pytest.raises(DeviceError, match=f"{switch}=1 switches it off"):
+        LocalEngine(tiny(), replace(F32, impl=COMPILED), name="tiny")
+    LocalEngine(tiny(), F32, name="tiny")
 
 
 def test_waiting_for_the_compiler_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

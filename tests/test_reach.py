@@ -7,7 +7,7 @@ import pytest
 from harness.engines.local import LocalEngine
 from harness.forced_errors import Battery
 from harness.inspect import inspect_local
-from harness.reach import FORCED, PAST, WIDEST, beyond, lengths_of, long_enough
+from harness.reach import FORCED, PAST, WIDEST, beyond, lengths_of, long_enough, of_all_lengths
 from tests import tiny
 from variants.axes import Execution, ExecutionAxes, KdaCore, MlaCore
 from variants.ops import kda
@@ -97,3 +97,10 @@ def test_the_longer_prompt_fits_the_pages() -> None:
     assert made is not None
     assert len(made.prompts[0]) == 8 + PAST
     assert long_enough(resolve(chunked(execution=replace(PAGED, pages=2)), tiny.ODD), SHORT, 512) is None
+
+
+@pytest.mark.parametrize(("most", "lengths"), [(1, [2]), (2, [2, 9]), (3, [2, 5, 9]), (9, [2, 4, 5, 7, 9])])
+def test_prompts_of_all_lengths(most: int, lengths: list[int]) -> None:
+    """By length, whatever their order in the battery; the shortest and the longest are among them where two fit."""
+    battery = Battery(prompts=tiny.ragged([5, 9, 2, 7, 4]), continuations=[tiny.prompt(2)] * 5)
+    assert [len(prompt) for prompt, _ in of_all_lengths(battery, most)] == lengths

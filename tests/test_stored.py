@@ -64,6 +64,11 @@ def test_another_format_and_a_tensor_that_is_not_there(loaded: Checkpoint) -> No
     assert f"{CONV}: runs as torch.float32 [21, 1, 4], not as torch.bfloat16" in told(replace(loaded, tensors=wide))[0]
     without = {k: v for k, v in loaded.tensors.items() if k != CONV}
     assert f"{CONV} is in" in told(replace(loaded, tensors=without))[0]
+    made = "model.layers.1.made.weight"
+    more = loaded.tensors | {made: torch.ones(2)}
+    reason, layer = told(replace(loaded, tensors=more))
+    assert f"{made} runs and is in no file" in reason
+    assert layer == 1
 
 
 @pytest.mark.parametrize("field", KEYS)

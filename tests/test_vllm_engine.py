@@ -17,7 +17,7 @@ from harness.engines.vllm_engine import SWITCHES, VllmEngine
 from harness.golden import Golden, load_golden
 from harness.pregate import check_answers
 from harness.score import score
-from variants.errors import DeviceError, EngineError
+from variants.errors import DeviceError, EngineError, UsageError
 
 Captured = pytest.CaptureFixture[str]
 
@@ -75,6 +75,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     fake = ModuleType("vllm")
     fake.LLM, fake.SamplingParams, fake.__version__ = LLM, SamplingParams, "0.26.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr(vllm_engine, "COMPILED", [])
     for name, value in SWITCHES.items():
         monkeypatch.setenv(name, value)
     vllm_engine._loaded.cache_clear()
@@ -165,6 +166,7 @@ def test_compile_and_graph_are_one_setting_each(library: ModuleType) -> None:
     made, labels = [], []
     for how in ([], ["compile"], ["graph"], ["compile", "graph"]):
         vllm_engine._loaded.cache_clear()
+        vllm_engine.COMPILED.clear()
         config = load(["engine=vllm", *(f"engine.{name}=true" for name in how)])
         make_engine(config)
         made.append(LLM.made)
@@ -180,3 +182,13 @@ def test_compile_and_graph_are_one_setting_each(library: ModuleType) -> None:
     ]
     assert all(set(c) == {"enforce_eager", "compilation_config"} and not c["enforce_eager"] for c in changed[1:])
     assert len(set(labels)) == 4
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_process_has_one_way_of_compiling(library: ModuleType, first: bool) -> None:
+    """Which functions are compiled is settled when the library is imported: a second job would not be what it says."""
+    ways = [f"engine.compile={str(way).lower()}" for way in (first, not first)]
+    make_engine(load(["engine=vllm", ways[0]]))
+    make_engine(load(["engine=vllm", ways[0], "engine.graph=true"]))
+    with pytest.raises(UsageError, match=f"^{ways[1]}: this process has imported vLLM for {ways[0]}"):
+        make_engine(load(["engine=vllm", ways[1]]))

@@ -38,6 +38,7 @@ SWITCHES = {
     "NCCL_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
 }
+COMPILED: list[bool] = []  # how this process imported the library: with torch's compiler, or without
 OPTIONS: dict[str, Any] = {
     "enforce_eager": True,
     "skip_tokenizer_init": True,
@@ -158,15 +159,22 @@ class VllmEngine:
 
 
 def imported(*, compiled: bool = False) -> ModuleType:
-    """The library, its switches set first; compiled: with torch's compiler on, in this process from then on.
+    """The library, its switches set first; compiled: with torch's compiler on.
 
-    Raises DeviceError where it is not installed.
+    Raises DeviceError where it is not installed, and UsageError where this process has imported it the other way: what
+    it decorates for the compiler stays as it was at the import.
     """
     if "vllm" not in sys.modules and importlib.util.find_spec("vllm") is None:
         raise DeviceError(
             "vllm is not installed; install it on a GPU machine with: pip install 'neartie[vllm]', or ask a vLLM "
             "server: engine=openai engine.dialect=vllm engine.url=http://HOST:PORT"
         )
+    if COMPILED and COMPILED[0] is not compiled:
+        raise UsageError(
+            f"engine.compile={str(compiled).lower()}: this process has imported vLLM for engine.compile="
+            f"{str(COMPILED[0]).lower()}, which it keeps; run each in a process of its own, without -m"
+        )
+    COMPILED[:] = [compiled]
     for name, value in SWITCHES.items():
         os.environ.setdefault(name, value)
     if compiled:

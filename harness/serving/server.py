@@ -86,7 +86,7 @@ def web(service: Service) -> Web:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=2 * CLOSING_S,
+        timeout_graceful_shutdown=2 * CLOSING_S,  # later than `serve` cuts off itself, so that uvicorn says nothing
     )
     return Web(config)
 
