@@ -107,6 +107,11 @@ class Recipe:
         key = rule_key(site, phase)
         return self.exceptions.get((key, layer), self.rules[key])
 
+    def own_operands(self) -> dict[tuple[str, int], DType]:
+        """Where a single place reads its operand narrower than `rules` say: that rounding is at no site of its own."""
+        found = {at: (r.input, self.rules[at[0]].input) for at, r in self.exceptions.items()}
+        return {at: own for at, (own, named) in found.items() if own and named and own.precision < named.precision}
+
     def at_precision(self, dtype: DType) -> "Recipe":
         """The same code path with every format narrower than `dtype` raised to it; parameters stay as declared."""
         return replace(
