@@ -202,10 +202,20 @@ def make_replay(casts: Casts, declared: Recipe) -> Callable[[Probe], Model]:
 
 
 def replay_recipe(config: ModelConfig, declared: Recipe) -> Recipe:
-    """`exact_recipe`, reading the operands that single places of `declared` round as these do: no value shows that."""
-    exact = exact_recipe(config, declared, declared.semantics)
-    own = {at: replace(exact.rules[at[0]], input=f) for at, f in declared.own_operands().items()}
-    return replace(exact, exceptions={**exact.exceptions, **own})
+    """`exact_recipe`, whose products read weights, and operands that single places round, as `declared` does.
+
+    No value shows these roundings. Attention over the latent has the weight of its products as it is stored.
+    """
+    exact, own = exact_recipe(config, declared, declared.semantics), declared.own_operands()
+    latent = {"kv_b_proj"} if absorbed(declared) else set()
+    rules = {k: r if k in latent else replace(r, weight=declared.rules[k].weights) for k, r in exact.rules.items()}
+    exceptions = {at: replace(rules[at[0]], input=own.get(at, rules[at[0]].input), weight=r.weights)
+                  for at, r in declared.exceptions.items()}  # fmt: skip
+    return replace(exact, rules=rules, exceptions=exceptions)
+
+
+def absorbed(recipe: Recipe) -> bool:
+    return any(recipe.rules[f"mla_core.{phase}"].algorithm.startswith("absorbed") for phase in ("prefill", "decode"))
 
 
 def exact_recipe(config: ModelConfig, declared: Recipe, semantics: Semantics) -> Recipe:

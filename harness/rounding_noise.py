@@ -278,9 +278,9 @@ def twin(recipe: Recipe, dtype: DType = DType.f64) -> Recipe:
 
 
 def _in(rule: Rule, dtype: DType) -> Rule:
-    """The rule with every format set to `dtype`."""
+    """The rule with every format set to `dtype`; what a weight loses on its way is no noise, and stays lost."""
     names = ("input", "accum", "output", "storage")
-    return replace(rule, **{f: dtype for f in names if getattr(rule, f) is not None})
+    return replace(rule, weight=rule.weights, **{f: dtype for f in names if getattr(rule, f) is not None})
 
 
 def _rounds_inside(recipe: Recipe, sites: Sequence[str]) -> bool:

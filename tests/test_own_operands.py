@@ -1,8 +1,10 @@
-"""An override of a product's operand is rounded where no value shows it: replay, roundings and members read it so."""
+"""A product's weight, and an operand by override, are rounded where no value shows it: replay and members do so too."""
 
 from dataclasses import replace
 
+import pytest
 import tiny
+import torch
 from instruments import shipped
 
 from harness.engines.local import LocalEngine
@@ -12,7 +14,7 @@ from harness.inspect import make_oracle, make_replay
 from harness.local_replay import Key, LocalReplay, local_replay
 from harness.rounding_noise import twin
 from harness.roundings import roundings
-from variants.axes import Gemm, SiteOverride, Store, Stream, Variant
+from variants.axes import Gemm, Param, ParamAxes, SiteOverride, Store, Stream, Variant
 from variants.decode import Sequences
 from variants.dtypes import DType
 from variants.recipe import Recipe, resolve
@@ -30,8 +32,10 @@ def recipe(variant: Variant) -> Recipe:
     return resolve(variant, tiny.ODD)
 
 
-def replayed(ran: Variant, declared: Variant, *, exact: bool = False) -> LocalReplay:
-    casts, at = tiny.casts(), recipe(declared)
+def replayed(
+    ran: Variant, declared: Variant, *, exact: bool = False, stored: torch.dtype = torch.bfloat16
+) -> LocalReplay:
+    casts, at = tiny.casts(dtype=stored), recipe(declared)
     oracle = (make_oracle if exact else make_replay)(casts, at)
     return local_replay(
         lambda tap: Sequences(tiny.build(ran, casts, probe=tap), PROMPTS, 4), oracle, at, PROMPTS, FORCED
@@ -65,6 +69,27 @@ def test_a_rounded_product_of_a_rounded_operand_is_rounded_to_the_nearest() -> N
     assert found.findings() == []
     assert found.places == 6
     assert found.largest == 0.0
+
+
+@pytest.mark.parametrize("gemm", [Gemm.bf16_f32out, Gemm.bf16, Gemm.f16])
+def test_a_weight_stored_wider_than_a_product_reads_it_is_no_error_of_it(gemm: Gemm) -> None:
+    """A checkpoint in float32 under products in bf16: the recipe names the format of both operands."""
+    variant = replace(F32, gemm=gemm)
+    assert replayed(variant, variant, stored=torch.float32).excess() == []
+    rounds = replayed(variant, variant, stored=torch.float32, exact=True).excess()
+    assert "q_proj" in sites(rounds) or gemm is not Gemm.bf16_f32out
+
+
+def test_a_weight_that_is_rounded_undeclared_is_found() -> None:
+    params = replace(F32, params=ParamAxes(weights=Param.bf16))
+    assert "q_proj" in sites(replayed(params, F32, stored=torch.float32).excess())
+
+
+def test_members_read_weights_as_the_variant_does() -> None:
+    """Its operand is a place of its own, which has its noise; its weight is the same in all members."""
+    rule = twin(recipe(replace(F32, gemm=Gemm.bf16_f32out))).rule("q_proj", 0)
+    assert (rule.input, rule.accum, rule.weights) == (DType.f64, DType.f64, DType.bf16)
+    assert twin(recipe(F32)).rule("q_proj", 0).weights is DType.f32
 
 
 def test_members_read_it_as_the_variant_does() -> None:

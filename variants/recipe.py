@@ -28,7 +28,8 @@ class Rule:
     bf16 accumulates inside the library. output: format of the values that leave (None: as computed). storage: format of
     the buffer, wider than `output` where values are rounded in place. options: sizes that name the algorithm fully.
     impl: who computes it (`variants.axes.Impl`). inside: the site whose kernel swallows this one, "" where the value
-    of this site is seen; a swallowed site still says how the kernel rounds there.
+    of this site is seen; a swallowed site still says how the kernel rounds there. weight: format through which a
+    product's weight goes where `input` does not name it: of what a variant is held against.
     """
 
     input: DType | None = None
@@ -39,6 +40,12 @@ class Rule:
     impl: str = "torch"
     options: tuple[tuple[str, int], ...] = ()
     inside: str = ""
+    weight: DType | None = None
+
+    @property
+    def weights(self) -> DType | None:
+        """The format through which a product's weight goes on its way."""
+        return self.weight or self.input
 
     def option(self, name: str) -> int:
         return dict(self.options)[name]
