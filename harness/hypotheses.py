@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from scipy import special
 
 from harness.forced_errors import Battery
-from harness.inspect import Arm, exact_recipe, model_under
+from harness.inspect import Arm, model_under, replay_recipe
 from harness.local_replay import LocalReplay, Meaning, replays
 from harness.op_error import OpError
 from harness.parts import part
@@ -115,7 +115,7 @@ def stays_with_row(place: Place, told: str, arm: Arm, casts: Casts) -> bool:
 def hypotheses(place: Place, arm: Arm, subject: Subject) -> list[Hypothesis]:
     """What could be meant at a place instead of what is declared, the plainest first."""
     config = subject.casts.checkpoint.config
-    plain = Hypothesis(text="", exact=exact_recipe(config, arm.recipe, arm.recipe.semantics), recipe=arm.recipe)
+    plain = Hypothesis(text="", exact=replay_recipe(config, arm.recipe), recipe=arm.recipe)
     found = [*_parameters(place, plain, subject.casts), *_eps(place, plain, config), *_stored(place, plain)]
     return [*found, *_arithmetic(place, plain, arm.precision, subject.named)][:MOST]
 
@@ -234,7 +234,7 @@ def _held(place: Place, arm: Arm, casts: Casts, battery: Battery, tried: Sequenc
     def only(site: str, layer: int) -> bool:
         return (site, layer) == place
 
-    plain = exact_recipe(casts.checkpoint.config, arm.recipe, arm.recipe.semantics)
+    plain = replay_recipe(casts.checkpoint.config, arm.recipe)
     meanings = [Meaning(_maker(casts, plain), arm.recipe, only)]
     meanings += [Meaning(_maker(casts, h.exact), h.recipe, only) for h in tried]
     return replays(lambda tap: arm.make(battery, tap), meanings, battery.prompts, battery.continuations)

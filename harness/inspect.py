@@ -102,7 +102,7 @@ def inspect_local(engine: LocalEngine, battery: Battery) -> Inspection:
     )
     return Inspection(
         arms=arms,
-        replays={name: _longer(_replayed(a, oracle, small), a, oracle, longer) for name, a in arms.items()},
+        replays={name: _longer(a, make_replay(engine.casts, a.recipe), small, longer) for name, a in arms.items()},
         ladder=found,
         prompts=len(small.prompts),
         tokens=max(map(len, small.continuations)),
@@ -110,11 +110,10 @@ def inspect_local(engine: LocalEngine, battery: Battery) -> Inspection:
     )
 
 
-def inspect_closely(
-    inspection: Inspection, oracle: Callable[[Probe], Model], battery: Battery
-) -> dict[str, LocalReplay]:
+def inspect_closely(inspection: Inspection, casts: Casts, battery: Battery) -> dict[str, LocalReplay]:
     """The same arms over other prompts, whole and one at a time: for an alarm that lies outside the sample."""
-    return {name: _by_prompt(replace(arm, battery=battery), oracle) for name, arm in inspection.arms.items()}
+    whole = {name: replace(arm, battery=battery) for name, arm in inspection.arms.items()}
+    return {name: _by_prompt(arm, make_replay(casts, arm.recipe)) for name, arm in whole.items()}
 
 
 def inspect_library(engine: TransformersEngine, casts: Casts, declared: Recipe, battery: Battery) -> Inspection:
@@ -144,7 +143,7 @@ def inspect_library(engine: TransformersEngine, casts: Casts, declared: Recipe, 
     )
     return Inspection(
         arms=arms,
-        replays={name: _by_prompt(a, oracle) for name, a in arms.items()},
+        replays={name: _by_prompt(a, make_replay(casts, a.recipe)) for name, a in arms.items()},
         ladder=found,
         prompts=len(small.prompts),
         tokens=max(map(len, small.continuations)),
@@ -157,8 +156,9 @@ def _replayed(arm: Arm, oracle: Callable[[Probe], Model], battery: Battery) -> L
     return local_replay(lambda tap: arm.make(battery, tap), oracle, arm.recipe, battery.prompts, battery.continuations)
 
 
-def _longer(found: LocalReplay, arm: Arm, oracle: Callable[[Probe], Model], longer: Battery | None) -> LocalReplay:
-    """With the errors over the longer prompt, which counts as the row after the last."""
+def _longer(arm: Arm, oracle: Callable[[Probe], Model], battery: Battery, longer: Battery | None) -> LocalReplay:
+    """A battery and the errors over the longer prompt, which counts as the row after the last."""
+    found = _replayed(arm, oracle, battery)
     if longer is None:
         return found
     more = _replayed(arm, oracle, longer)
@@ -193,6 +193,29 @@ def make_oracle(casts: Casts, declared: Recipe, *, semantics: Semantics | None =
     """
     recipe = exact_recipe(casts.checkpoint.config, declared, declared.semantics if semantics is None else semantics)
     return lambda probe: model_under(casts, recipe, probe)
+
+
+def make_replay(casts: Casts, declared: Recipe) -> Callable[[Probe], Model]:
+    """As `make_oracle`, for a run whose recorded values are substituted (`replay_recipe`)."""
+    recipe = replay_recipe(casts.checkpoint.config, declared)
+    return lambda probe: model_under(casts, recipe, probe)
+
+
+def replay_recipe(config: ModelConfig, declared: Recipe) -> Recipe:
+    """`exact_recipe`, whose products read weights, and operands that single places round, as `declared` does.
+
+    No value shows these roundings. Attention over the latent has the weight of its products as it is stored.
+    """
+    exact, own = exact_recipe(config, declared, declared.semantics), declared.own_operands()
+    latent = {"kv_b_proj"} if absorbed(declared) else set()
+    rules = {k: r if k in latent else replace(r, weight=declared.rules[k].weights) for k, r in exact.rules.items()}
+    exceptions = {at: replace(rules[at[0]], input=own.get(at, rules[at[0]].input), weight=r.weights)
+                  for at, r in declared.exceptions.items()}  # fmt: skip
+    return replace(exact, rules=rules, exceptions=exceptions)
+
+
+def absorbed(recipe: Recipe) -> bool:
+    return any(recipe.rules[f"mla_core.{phase}"].algorithm.startswith("absorbed") for phase in ("prefill", "decode"))
 
 
 def exact_recipe(config: ModelConfig, declared: Recipe, semantics: Semantics) -> Recipe:

@@ -40,6 +40,7 @@ MOVES = {
 OPS, MODEL = "variants.ops.", "variants.model"  # the model calls layers, layers call operations
 # Algorithms that only move or choose values: what leaves may be as narrow as what arrived.
 MOVING = {"copy", "operand", "gather", "top_k_lowest_id"}
+MOVED_ALONE = {"kda_ainv", "kda_kg"}  # in a chunk of one token the first is one and the second k as it arrived
 MIN_ELEMENTS = 16  # fewer values may fit a narrow format by chance
 
 
@@ -191,13 +192,19 @@ def contradictions(recipe: Recipe, places: Mapping[str, SiteObservation]) -> lis
     for key, seen in places.items():
         name, layer = key.split("@")
         site, phase = name.rsplit(".", 1)
-        if site in INTEGER:
+        if site in INTEGER or (site in MOVED_ALONE and _chunks_of_one(recipe, int(layer), phase)):
             continue
         rule = recipe.rule(site, int(layer), phase)
         joined = recipe.fused_projections or site in JOINED or (recipe.fused_gate_up and site in JOINED_UP)
         lines = _contradicts(rule, seen) + _another_function(site, rule, seen, joined=joined)
         found += [f"layer {layer} {rule_key(site, phase)}: {line}" for line in lines]
     return found
+
+
+def _chunks_of_one(recipe: Recipe, layer: int, phase: str) -> bool:
+    """Whether the chunked core has one token at a time."""
+    size = dict(recipe.rule("kda_core", layer, phase).options).get("chunk_size", 0)
+    return size == 1 or phase == "decode" or recipe.execution.prefill_piece == 1
 
 
 def _contradicts(rule: Rule, seen: SiteObservation) -> list[str]:

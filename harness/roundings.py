@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.engines.local import LocalEngine
 from harness.forced_errors import Battery
-from harness.inspect import make_oracle
+from harness.inspect import make_replay
 from harness.lockstep import walk_steppers
 from harness.op_error import bounding_rule, inner_units
 from harness.parts import part
@@ -55,7 +55,7 @@ def roundings(engine: LocalEngine, battery: Battery) -> Roundings:
     prompt, forced = next((row for row in rows if len(row[0]) >= PROMPT), rows[-1])
     prompt, forced = list(prompt), list(forced[:TOKENS])
     tap = Passes()
-    shares = _Shares(engine.recipe, make_oracle(engine.casts, engine.recipe), tap)
+    shares = _Shares(engine.recipe, make_replay(engine.casts, engine.recipe), tap)
     runs = [Sequences(m, [prompt], len(forced)) for m in (engine.build(probe=tap), shares.oracle)]
     for _ in walk_steppers(runs, [forced]):
         tap.passes.clear()

@@ -109,7 +109,8 @@ def _short_of_pages(run: ExecutionAxes, text: Sequence[int]) -> Task:
     first = _tokens(text, size)
     second = _tokens([*text[1:], text[0]], size - EARLY)
     later = -(-size // piece) if piece else 0  # steps by which a token budget may keep the second back
-    two = ((first, _tokens(text, ANSWER + later)), (second, _tokens(text, ANSWER)))
+    answer = min(ANSWER + later, size + run.block_size)  # no request may need more than all pages
+    two = ((first, _tokens(text, answer)), (second, _tokens(text, ANSWER)))
     ending = (_tokens(text, max(1, run.block_size - 1)), _tokens(text, 2))
     waves = (two, (ending, *two)) if run.batch > 2 else (two,)
     return Task(execution=replace(run, prefill_piece=piece, pages=2 * each + 1), waves=waves)

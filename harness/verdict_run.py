@@ -206,7 +206,7 @@ def _closer(q: Question, inspection: Inspection, places: dict[int, int]) -> list
     found: list[Finding] = []
     for prompt, position in places.items():
         whole = Battery.of(q.golden).part([prompt], position + 1)
-        for rung, replay in inspect_closely(inspection, make_oracle(q.casts, q.declared), whole).items():
+        for rung, replay in inspect_closely(inspection, q.casts, whole).items():
             recipe = inspection.arms[rung].recipe
             found += replay_findings(replay, recipe=recipe, config=q.casts.checkpoint.config, rung=rung)
         if found:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.compose import groups, named_variant
 from harness.implementations import FUNCTIONS, SITE_FUNCTIONS, expected_function
-from harness.observe import Observed, _defined, observe
+from harness.observe import Observed, _defined, contradictions, observe
 from variants.axes import (
     Gemm,
     ImplAxes,
@@ -20,6 +20,7 @@ from variants.axes import (
     KdaCore,
     MlaAxes,
     MlaCore,
+    SiteOverride,
     Store,
     Stream,
     Variant,
@@ -277,3 +278,17 @@ def test_an_undefined_result_goes_back_to_torch() -> None:
     assert out[1].numel() == 0
     assert _defined([x])[0] is x  # pyright: ignore[reportIndexIssue]
     assert _defined(x) is x
+
+
+def test_a_chunk_of_one_token_has_an_inverse_of_one_and_that_is_no_rounding() -> None:
+    """Pieces of one token, chunks of one and a decode in chunks; in longer chunks both values are computed ones."""
+    kda = KdaAxes(prefill=KdaCore.chunk, decode=KdaCore.recurrent, inputs=Store.bf16)
+    pieces = replace(F32.execution, prefill_piece=1)
+    alone = [replace(F32, kda=kda, execution=pieces), replace(F32, kda=replace(kda, chunk_size=1)),
+             replace(F32, kda=replace(kda, decode=KdaCore.chunk))]  # fmt: skip
+    for variant in alone:
+        assert seen(variant).contradictions == ()
+    rounds = SiteOverride(output=Store.bf16)
+    lying = resolve(replace(F32, kda=kda), ODD)
+    told = observe(resolve(replace(F32, kda=kda, override={"kda_kg": rounds}), ODD), tiny(), prompt(LENGTH))
+    assert any("kda_kg" in line for line in contradictions(lying, told.places))

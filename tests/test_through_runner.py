@@ -44,6 +44,8 @@ SETTINGS = {
     "pieces are pages": replace(PREFIX, prefill_piece=4), "recompute": SHORT, "offload": AWAY, "both": BOTH,
     "a budget": replace(BOTH, token_budget=6), "one token a page": replace(SHORT, block_size=1, pages=40),
     "long pieces": replace(PREFIX, prefill_piece=256, block_size=32),
+    "a token a piece": replace(SHORT, prefill_piece=1, pages=40),
+    "pieces of many pages": replace(SHORT, prefill_piece=3, block_size=1, pages=40),
 }  # fmt: skip
 
 

@@ -66,7 +66,7 @@ class Binder:
 
     def weight(self, site: str, *names: str) -> Tensor:
         """Rows of the weights of a product, [sum N, K], in the format in which it reads them."""
-        return self.weights.cat(names, self.lies(site, *names), operand=self.rule(site).input)
+        return self.weights.cat(names, self.lies(site, *names), operand=self.rule(site).weights)
 
     def lies(self, site: str, *names: str) -> DType:
         """`held`, or the format of the checkpoint itself where the kernels read that as well."""

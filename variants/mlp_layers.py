@@ -138,6 +138,6 @@ def expert_weights(b: Binder, name: str) -> tuple[Tensor, Tensor]:
 
     def stacked(site: str, *leaves: str) -> Tensor:
         held = b.lies(site, f"{name}.experts.0.{leaves[0]}.weight")
-        return b.weights.experts(name, leaves, b.config.num_experts, held, operand=b.rule(site).input)
+        return b.weights.experts(name, leaves, b.config.num_experts, held, operand=b.rule(site).weights)
 
     return stacked("expert_gate_up", "w1", "w3"), stacked("expert_down", "w2")

@@ -28,7 +28,8 @@ class Rule:
     bf16 accumulates inside the library. output: format of the values that leave (None: as computed). storage: format of
     the buffer, wider than `output` where values are rounded in place. options: sizes that name the algorithm fully.
     impl: who computes it (`variants.axes.Impl`). inside: the site whose kernel swallows this one, "" where the value
-    of this site is seen; a swallowed site still says how the kernel rounds there.
+    of this site is seen; a swallowed site still says how the kernel rounds there. weight: format through which a
+    product's weight goes where `input` does not name it: of what a variant is held against.
     """
 
     input: DType | None = None
@@ -39,6 +40,12 @@ class Rule:
     impl: str = "torch"
     options: tuple[tuple[str, int], ...] = ()
     inside: str = ""
+    weight: DType | None = None
+
+    @property
+    def weights(self) -> DType | None:
+        """The format through which a product's weight goes on its way."""
+        return self.weight or self.input
 
     def option(self, name: str) -> int:
         return dict(self.options)[name]
@@ -106,6 +113,11 @@ class Recipe:
     def rule(self, site: str, layer: int, phase: str = "prefill") -> Rule:
         key = rule_key(site, phase)
         return self.exceptions.get((key, layer), self.rules[key])
+
+    def own_operands(self) -> dict[tuple[str, int], DType]:
+        """Where a single place reads its operand narrower than `rules` say: that rounding is at no site of its own."""
+        found = {at: (r.input, self.rules[at[0]].input) for at, r in self.exceptions.items()}
+        return {at: own for at, (own, named) in found.items() if own and named and own.precision < named.precision}
 
     def at_precision(self, dtype: DType) -> "Recipe":
         """The same code path with every format narrower than `dtype` raised to it; parameters stay as declared."""
