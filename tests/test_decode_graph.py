@@ -223,7 +223,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
         {"impl": replace(v.impl, experts=Impl.triton)},
         {"override": {"o_proj": SiteOverride(output=Store.f32)}},
     ):
-        with pytest.raises(UsageError, match="impl row, all eight, without overrides"):
+        with pytest.raises(UsageError, match="replays what fast_decode or paged_engine_graph runs"):
             replace(v, **change)
     with pytest.raises(DeviceError, match=r"execution.graph=cuda needs a CUDA device"):
         LocalEngine(made(), v, name="x")

@@ -246,7 +246,7 @@ def test_an_answer_is_read_or_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["engine.via=process"], "there is engine.api=openai alone"),
+        (["engine.via=process"], "engine.api is openai alone"),
         (["engine.url=http://h", "engine.gguf=f"], "a server at engine.url has its own file"),
         (["engine.url=http://h", "engine.kv=f16"], "engine.url has what it has"),
         (["engine.gguf=f", "engine.dtype=bf16"], "engine.gguf has what it has"),

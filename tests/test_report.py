@@ -102,8 +102,9 @@ def test_rows_that_do_not_compare_are_counted_and_left_out(tmp_path: Path) -> No
 def test_a_run_that_failed_is_an_entry_only_where_there_is_no_result(tmp_path: Path) -> None:
     """The failure of an arm that never had a result is shown; a later failure does not hide a result."""
     failed = {"experiment": "gate", "engine": "local", "golden_hash": GOLDEN.hash, "status": "failed", "error": "no"}
-    _write(tmp_path, _shipped("f32"))
-    _write(tmp_path, failed | {"variant": "f32", "environment": {"device": "cpu"}})
+    shipped = _shipped("f32")
+    _write(tmp_path, shipped)
+    _write(tmp_path, failed | {"variant": "f32", "environment": shipped["environment"]})
     _write(tmp_path, failed | {"variant": "oracle"})
     assert [(e.label, e.run["status"]) for e in select(tmp_path, GOLDEN).entries] == [
         ("f32", "ok"),
