@@ -166,13 +166,15 @@ def conclude(
     bar_met: bool | None,
     config: ModelConfig,
     inspected: bool = False,
+    other_model: str | None = None,
     **more: object,
 ) -> Verdict:
     """Weigh what was found. invalid: why no verdict is possible, None where one is; findings then say where from.
 
     inspected: every operation was replayed on its own inputs and its ladder climbed. Where that found nothing, what the
     outputs alone suggest of the candidate (an envelope's alarm, an unlikely margin) is told and is no defect. Another
-    end-of-sequence rule is an input mismatch, INVALID where nothing worse was found.
+    end-of-sequence rule is an input mismatch, INVALID where nothing worse was found; so is a divergence
+    that nothing explains from a golden of other weights. other_model: says that they are, None where none is known.
     """
     common = {"findings": tuple(findings), "divergences": tuple(divergences), **more}
     if invalid:
@@ -194,6 +196,8 @@ def conclude(
     unexplained = [d for d in divergences if d.cause in blamed]
     if unexplained:
         worst = min(unexplained, key=lambda d: d.p)
+        if other_model and all(d.cause is not Cause.non_finite for d in unexplained):
+            return Verdict(run_class=RunClass.invalid, reason=f"{other_model}; {worst.reason}", **common)  # pyright: ignore[reportArgumentType]
         return Verdict(run_class=RunClass.defect, reason=worst.reason, confidence="low", **common)  # pyright: ignore[reportArgumentType]
     if bar_met:
         return Verdict(run_class=RunClass.passed, reason="the bar is met", **common)  # pyright: ignore[reportArgumentType]

@@ -73,6 +73,14 @@ class Question:
     calibration: Calibration | None = None
 
 
+def other_model(golden: Golden, sha256: str) -> str | None:
+    """That a golden was made of other weights than these, as far as it says."""
+    made_of = golden.provenance.get("model_sha256")
+    if made_of in (None, sha256):
+        return None
+    return f"the golden was made of weights {str(made_of)[:12]}, these are {sha256[:12]}: name those with model=DIR"
+
+
 def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[str] = ()) -> tuple[Verdict, Scored]:
     """Run every instrument that the engine allows. gate: the free-running result. contradictions: observed against
     declared. Also returns the teacher-forced scores."""
@@ -107,6 +115,7 @@ def judge_run(question: Question, gate: GateResult, *, contradictions: Sequence[
         bar_met=gate.agreement.bar_met,
         config=config,
         inspected=moderate(own, found),
+        other_model=other_model(golden, question.casts.checkpoint.sha256),
         instruments=(*shared, "local_replay", "ladder", "envelope", "expected_score", "routing"),
         figures={
             **shared,

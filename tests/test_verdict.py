@@ -29,7 +29,7 @@ from harness.op_error import OpError
 from harness.probes import Tap, chain
 from harness.signature import hints
 from harness.verdict import Finding, RunClass, Verdict, conclude, end_findings
-from harness.verdict_run import Question, judge_run
+from harness.verdict_run import Question, judge_run, other_model
 from variants import defects
 from variants.axes import Execution
 from variants.defects import Planted
@@ -108,6 +108,25 @@ def test_explained_divergences_are_rounding() -> None:
 def test_one_unexplained_divergence_is_enough(cause: Cause) -> None:
     """Beside any number that rounding explains."""
     assert concluded([], [divergence(Cause.rounding, 0.9), divergence(cause, 1e-8)]).run_class is RunClass.defect
+
+
+def test_a_golden_of_other_weights_is_an_input_mismatch() -> None:
+    """What nothing explains is then no defect of either side; what was found inside, or is not finite, still is."""
+    golden, config = load_golden("gate"), shipped().checkpoint.config
+    told = other_model(golden, "f" * 64)
+    assert told is not None
+    assert f"weights {golden.provenance['model_sha256'][:12]}, these are ffffffffffff" in told
+    assert other_model(golden, golden.provenance["model_sha256"]) is None
+    far = [divergence(Cause.golden_side, 1e-9)]
+
+    def weighed(found: list[Finding], diverged: list[Divergence]) -> Verdict:
+        return conclude(found, diverged, invalid=None, bar_met=False, config=config, other_model=told)
+
+    assert weighed([], far).run_class is RunClass.invalid
+    assert weighed([], far).reason.startswith(told)
+    assert weighed([REPLAYED], far).run_class is RunClass.defect
+    assert weighed([], [*far, divergence(Cause.non_finite, 1e-9)]).run_class is RunClass.defect
+    assert weighed([], [divergence(Cause.rounding, 0.5)]).run_class is RunClass.rounding
 
 
 def test_what_cannot_be_judged_is_invalid_and_says_where_from() -> None:
