@@ -16,7 +16,8 @@ from harness.config import READS, Config, EngineChoice, EngineKind
 from harness.divergence import FAR
 from harness.engines import make_engine
 from harness.engines.assets import checkpoint_folder
-from harness.engines.local import LocalEngine, shared_casts
+from harness.engines.loaded import casts_of, shared_casts
+from harness.engines.local import LocalEngine
 from harness.engines.protocol import Engine, Scored
 from harness.gate import GateResult, part_of, run_gate
 from harness.golden import Golden, load_golden
@@ -102,7 +103,7 @@ def _judged(config: Settings, row: Run, stack: ExitStack) -> tuple[Verdict, Gate
         raise UsageError(f"noise={config.noise} has no effect: this engine's own noise is measured; leave it out")
     folder = checkpoint_folder(config.model.path)
     with part("load"):  # of the model beside an engine that has none of ours
-        casts = shared_casts(str(folder), config.model.sha256, *config.device.names)
+        casts = casts_of(config)
     stack.callback(casts.drop)
     calibration = _calibration(config, casts)
     row.add({"model_hash": engine.info.model_sha256})

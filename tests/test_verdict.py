@@ -551,3 +551,12 @@ def test_too_few_members_are_refused_before_a_token_is_run(
     monkeypatch.setattr("experiments.verdict.run_gate", lambda *_, **__: pytest.fail("a token was run"))
     assert main(["verdict", "variant=f32", "members=4", f"results={tmp_path}"]) == UsageError.exit_code
     assert "made with 8 members, got 4; ask for as many" in capsys.readouterr().err
+
+
+def test_random_weights_are_judged_by_their_own_oracle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not by the shipped checkpoint's: what runs is sound, and the golden is another model's."""
+    random = ["model.weights=random", "model.sha256=null", "limit=1", "max_tokens=2", "device.threads=1"]
+    assert main(["verdict", "variant=f32", *random, f"results={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("INVALID  f32: the golden was made of weights")
+    assert "local_replay" not in said
