@@ -23,6 +23,7 @@ as in `Batch`:
 """
 
 import importlib
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -43,6 +44,7 @@ WHOLE = (
     "expand", "route", "experts",
 )  # fmt: skip
 
+SWITCHED_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # what switches torch.compile off, set to 1
 # What torch.compile writes kernels for; products, attention and the chunked delta rule it leaves to libraries.
 COMPILED = ("rms_norm", "gated_rms_norm", "silu_and_mul", "short_conv", "delta_rule", "route")
 
@@ -143,9 +145,17 @@ def check_environment(impls: frozenset[str], device: str) -> None:
 
 
 def _check_inductor(device: str) -> None:
-    """Inductor writes C++ for a CPU and Triton for a GPU."""
+    """Inductor writes C++ for a CPU and Triton for a GPU; switched off, torch's lines would run one by one in its name.
+
+    engine=vllm switches it off for its process.
+    """
     from variants.ops.native_library import compiler
 
+    if off := next((name for name in SWITCHED_OFF if os.environ.get(name) == "1"), None):
+        raise DeviceError(
+            f"impl inductor needs torch.compile, and {off}=1 switches it off: unset it, and run engine=vllm, which "
+            "sets it, in another process; or choose impl torch"
+        )
     if device == "cpu":
         compiler()
     elif find_spec("triton") is None:

@@ -1,38 +1,18 @@
 """Kernels that compile at the first call of a shape: said on screen, run before the clock starts, counted where not."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from variants.errors import DeviceError
-
-SWITCHED_OFF = (
-    "TORCHDYNAMO_DISABLE",
-    "TORCH_COMPILE_DISABLE",
-)  # with the first, torch.compile returns what it is given
-
 
 @dataclass
 class Compiling:
-    """How many kernels one engine has compiled, or loaded from where they are kept, so far.
-
-    Raises DeviceError for impl inductor where torch.compile is switched off, as engine=vllm does for its process:
-    torch's lines would run one by one under its name.
-    """
+    """How many kernels one engine has compiled, or loaded from where they are kept, so far."""
 
     impls: tuple[str, ...]
     count: int = 0
-
-    def __post_init__(self) -> None:
-        off = next((name for name in SWITCHED_OFF if os.environ.get(name) == "1"), None)
-        if off is not None and "inductor" in self.impls:
-            raise DeviceError(
-                f"impl inductor needs torch.compile, and {off}=1 switches it off: unset it, and run engine=vllm, which "
-                "sets it, in another process; or choose impl torch"
-            )
 
     @contextmanager
     def watch(self) -> Iterator[None]:
