@@ -19,7 +19,7 @@ from harness.forced_errors import Battery
 from harness.golden_data import Golden
 from harness.parts import part
 from harness.probes import Tap
-from harness.reach import long_enough, of_all_lengths
+from harness.reach import long_enough, of_all_lengths, repeated, text_of
 from harness.reused_slot import SITES, carried, same
 from harness.runner_tasks import RunnerBrokeError, Task, tasks
 from harness.verdict import Finding
@@ -194,8 +194,8 @@ def _chosen(engine: LocalEngine, battery: Battery) -> list[Forced]:
     made = [] if far is None else list(zip(far.prompts, far.continuations, strict=True))
     joined = run.fused or run.graph is not Graph.off
     if joined:
-        text = [t for row in of_all_lengths(battery, len(battery.prompts)) for tokens in row for t in tokens]
-        text = (text * -(-(FIRST + LONG) // len(text)))[: min(FIRST + LONG, longest)]
+        text = text_of(of_all_lengths(battery, len(battery.prompts)))
+        text = repeated(text, min(FIRST + LONG, longest))
         made.append((text[:FIRST], text[FIRST:]))
     rows = (*of_all_lengths(battery, MOST if joined else 2), *made)
     return [(list(p), list(c)) for p, c in rows]

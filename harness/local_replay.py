@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.lockstep import Stepper, Tokens, walk_steppers
 from harness.op_error import LIMIT, OpError, bounding_rule, enter, note_positions, real_tokens
-from harness.probes import Against, Passes, Place, Tap, Wanted, chain, every_place
+from harness.probes import AgainstPasses, Passes, Place, Tap, Wanted, chain, every_place
 from harness.routing import choice_scores
 from variants.decode import Sequences
 from variants.dtypes import DType
@@ -92,7 +92,7 @@ def replays(
     for _ in walk_steppers(runs, continuations):
         tap.passes.clear()
         for c in comparisons:
-            c.done = 0
+            c.probe.again()
     return [LocalReplay(c.errors, frozenset((site, layer) for site, layer, _ in c.errors)) for c in comparisons]
 
 
@@ -100,19 +100,13 @@ class _Comparison:
     """Where the reports of a replay's probe go. `scores` sees the router's scores that the replay goes on with."""
 
     def __init__(self, meaning: Meaning, tap: Passes) -> None:
-        self.tap, self.done = tap, 0
         self.recipe, self.wanted = meaning.recipe, meaning.wanted
         self.bound = cache(lambda place, phase: bounding_rule(meaning.recipe, place, phase))
         self.errors: dict[Key, OpError] = {}
-        self.probe = Against(self._theirs, self._report, substitute=True)
+        self.probe = AgainstPasses(tap, self._report)
         self.scores = Tap(lambda site, layer: site == "router_scores")
         self.oracle = meaning.make_oracle(chain([self.probe, self.scores]))
         self.weights: Weights = self.oracle.weights
-
-    def _theirs(self) -> Mapping[Place, Sequence[Tensor]]:
-        """The variant's values of the pass that begins here: the steps of both runs have the same passes."""
-        self.done += 1
-        return self.tap.passes[self.done - 1][1]
 
     def _report(self, place: Place, mine: Tensor, theirs: Tensor) -> bool:
         step = self.probe.step

@@ -101,6 +101,24 @@ class Against:
         return compare
 
 
+class AgainstPasses(Against):
+    """Against the passes that a tap kept, first to last: the steps of both runs have the same passes.
+
+    The run continues from what it was held against; `again` once the tap was emptied.
+    """
+
+    def __init__(self, tap: Passes, report: Callable[[Place, Tensor, Tensor], bool]) -> None:
+        super().__init__(self._next, report, substitute=True)
+        self.tap, self.done = tap, 0
+
+    def _next(self) -> Mapping[Place, Sequence[Tensor]]:
+        self.done += 1
+        return self.tap.passes[self.done - 1][1]
+
+    def again(self) -> None:
+        self.done = 0
+
+
 def chain(probes: Iterable[Probe]) -> Probe:
     """Several probes at one place: the first rounds, each later one sees what the earlier gives."""
     found = list(probes)

@@ -5,6 +5,8 @@ what is wrong there cannot show in it. Local replay needs no golden tokens, only
 of the golden's own, long enough.
 """
 
+from collections.abc import Iterable, Sequence
+
 from harness.forced_errors import Battery
 from harness.lockstep import Tokens
 from variants.axes import Execution
@@ -20,6 +22,16 @@ def of_all_lengths(battery: Battery, most: int) -> list[tuple[Tokens, Tokens]]:
     rows = sorted(zip(battery.prompts, battery.continuations, strict=True), key=lambda row: len(row[0]))
     count = min(most, len(rows))
     return [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
+
+
+def text_of(rows: Iterable[tuple[Tokens, Tokens]]) -> list[int]:
+    """All tokens of rows, one after the other."""
+    return [token for row in rows for tokens in row for token in tokens]
+
+
+def repeated(text: Sequence[int], count: int) -> tuple[int, ...]:
+    """So many tokens of a text, again and again."""
+    return (tuple(text) * -(-count // len(text)))[:count]
 
 
 def lengths_of(recipe: Recipe) -> dict[str, int]:
@@ -55,6 +67,5 @@ def long_enough(recipe: Recipe, battery: Battery, max_length: int) -> Battery | 
     wanted = max((size for size in lengths_of(recipe).values() if size <= limit), default=0) + PAST
     if wanted == PAST or max(map(len, battery.prompts)) >= wanted:
         return None
-    ids = [t for p, c in zip(battery.prompts, battery.continuations, strict=True) for t in (*p, *c)]
-    ids *= -(-(wanted + FORCED) // len(ids))
-    return Battery(prompts=[ids[:wanted]], continuations=[ids[wanted : wanted + FORCED]])
+    ids = list(repeated(text_of(zip(battery.prompts, battery.continuations, strict=True)), wanted + FORCED))
+    return Battery(prompts=[ids[:wanted]], continuations=[ids[wanted:]])

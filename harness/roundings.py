@@ -5,7 +5,7 @@ correct rounding leaves no element farther than half a unit in the last place fr
 the operation errs inside; one that cuts leaves every other one there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,7 +16,8 @@ from harness.inspect import make_replay
 from harness.lockstep import walk_steppers
 from harness.op_error import bounding_rule, inner_units
 from harness.parts import part
-from harness.probes import Against, Passes, Place
+from harness.probes import AgainstPasses, Passes, Place
+from harness.reach import of_all_lengths
 from harness.verdict import Finding
 from variants.decode import Sequences
 from variants.dtypes import ulp
@@ -51,7 +52,7 @@ class Roundings:
 @part("roundings")
 def roundings(engine: LocalEngine, battery: Battery) -> Roundings:
     """One prompt and a few tokens, as run, beside a replay of each operation on the variant's own values."""
-    rows = sorted(zip(battery.prompts, battery.continuations, strict=True), key=lambda row: len(row[0]))
+    rows = of_all_lengths(battery, len(battery.prompts))
     prompt, forced = next((row for row in rows if len(row[0]) >= PROMPT), rows[-1])
     prompt, forced = list(prompt), list(forced[:TOKENS])
     tap = Passes()
@@ -59,7 +60,7 @@ def roundings(engine: LocalEngine, battery: Battery) -> Roundings:
     runs = [Sequences(m, [prompt], len(forced)) for m in (engine.build(probe=tap), shares.oracle)]
     for _ in walk_steppers(runs, [forced]):
         tap.passes.clear()
-        shares.done = 0
+        shares.probe.again()
     counted = {p: beyond / count for p, (beyond, count) in shares.counts.items() if count >= FEWEST}
     over = [p for p, share in counted.items() if share > LIMIT]
     found = None if not over else _finding(over[0], counted[over[0]])
@@ -70,14 +71,10 @@ class _Shares:
     """How many elements of each place lie farther than half a unit from the replayed value, and of how many."""
 
     def __init__(self, recipe: Recipe, make: Callable[[Probe], Model], tap: Passes) -> None:
-        self.recipe, self.tap, self.done = recipe, tap, 0
+        self.recipe = recipe
         self.counts: dict[Place, tuple[int, int]] = {}
-        self.probe = Against(self._theirs, self._report, substitute=True)
+        self.probe = AgainstPasses(tap, self._report)
         self.oracle = make(self.probe)
-
-    def _theirs(self) -> Mapping[Place, Sequence[Tensor]]:
-        self.done += 1
-        return self.tap.passes[self.done - 1][1]
 
     def _report(self, place: Place, mine: Tensor, theirs: Tensor) -> bool:
         step = self.probe.step

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.forced_errors import Battery
-from harness.reach import PAST
+from harness.reach import PAST, repeated, text_of
 from harness.verdict import Finding
 from variants.axes import ExecutionAxes
 from variants.errors import NeartieError, UsageError
@@ -83,7 +83,7 @@ class Task:
 def tasks(run: ExecutionAxes, battery: Battery, max_length: int) -> list[Task]:
     """Shared prefixes where snapshots are kept, too few pages where their number is named; nothing longer than the
     model allows."""
-    text = [t for p, c in zip(battery.prompts, battery.continuations, strict=True) for t in (*p, *c)]
+    text = text_of(zip(battery.prompts, battery.continuations, strict=True))
     found = [_shared_prefixes(run, text)] if run.prefix_cache else []
     found += [_short_of_pages(run, text)] if run.pages and run.batch > 1 else []
     return [task for task in found if task.longest <= max_length]
@@ -92,7 +92,7 @@ def tasks(run: ExecutionAxes, battery: Battery, max_length: int) -> list[Task]:
 def _shared_prefixes(run: ExecutionAxes, text: Sequence[int]) -> Task:
     """A prompt of two whole pieces and more; then it again, one that shares its first piece, one its second alone."""
     piece = _short_piece(run)
-    ids = _tokens(text, 2 * piece + PAST)
+    ids = repeated(text, 2 * piece + PAST)
     other = ids[::-1]
     again = [(ids, ids[:2]), ((*ids[:piece], *other[piece:]), ids[:2]), ((*other[:piece], *ids[piece:]), ids[:2])]
     return Task(execution=replace(run, prefill_piece=piece, pages=0), waves=(((ids, ids[:1]),), tuple(again)))
@@ -106,12 +106,12 @@ def _short_of_pages(run: ExecutionAxes, text: Sequence[int]) -> Task:
     piece = _short_piece(run) if run.prefill_piece else 0
     each = -(-max(piece, ANSWER) // run.block_size)
     size = each * run.block_size
-    first = _tokens(text, size)
-    second = _tokens([*text[1:], text[0]], size - EARLY)
+    first = repeated(text, size)
+    second = repeated([*text[1:], text[0]], size - EARLY)
     later = -(-size // piece) if piece else 0  # steps by which a token budget may keep the second back
     answer = min(ANSWER + later, size + run.block_size)  # no request may need more than all pages
-    two = ((first, _tokens(text, answer)), (second, _tokens(text, ANSWER)))
-    ending = (_tokens(text, max(1, run.block_size - 1)), _tokens(text, 2))
+    two = ((first, repeated(text, answer)), (second, repeated(text, ANSWER)))
+    ending = (repeated(text, max(1, run.block_size - 1)), repeated(text, 2))
     waves = (two, (ending, *two)) if run.batch > 2 else (two,)
     return Task(execution=replace(run, prefill_piece=piece, pages=2 * each + 1), waves=waves)
 
@@ -119,7 +119,3 @@ def _short_of_pages(run: ExecutionAxes, text: Sequence[int]) -> Task:
 def _short_piece(run: ExecutionAxes) -> int:
     whole = -(-PIECE // run.block_size) * run.block_size
     return min(run.prefill_piece, whole)
-
-
-def _tokens(text: Sequence[int], count: int) -> tuple[int, ...]:
-    return tuple((list(text) * -(-count // len(text)))[:count])

@@ -8,8 +8,8 @@ One kernel serves any number of rows: only its first dimension is left open. The
 takes seconds, and torch keeps what was compiled on the disk for later runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from variants.errors import DeviceError
 from variants.ops import conv, kda, moe, norm
-from variants.ops.calls import tell
+from variants.ops.calls import listening, tell
 
 Store = torch.dtype | None  # None: the value is kept as it was computed
 Stores = tuple[Store, Store, Store, Store]
@@ -133,17 +133,16 @@ def _leaving(x: Tensor, store: Store) -> Tensor:
     return x if store is None else x.to(store)
 
 
-@contextmanager
-def compilations(compiling: Callable[[], None]) -> Iterator[None]:
+def compilations(compiling: Callable[[], None]) -> AbstractContextManager[None]:
     """Call compiling() before each operation that is compiled, or loaded from the disk, while the block runs."""
-    _waiting.append(compiling)
-    try:
-        yield
-    finally:
-        _waiting.remove(compiling)
+    return listening(_waiting, compiling)
 
 
 def _call(function: FunctionType, rows: Rows, fixed: Rows, settings: tuple[object, ...]) -> Any:
+    """function(rows, fixed, *settings), compiled once for these sizes and settings; told to whoever listens.
+
+    Raises DeviceError where it cannot be compiled.
+    """
     rows, fixed = tuple(map(_plain, rows)), tuple(map(_plain, fixed))
     name = function.__name__.removeprefix("_")
     tell(name, [*rows, *fixed], repr(settings))
